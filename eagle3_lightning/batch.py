@@ -1,0 +1,57 @@
+"""What the trainer steps on: one packed micro-batch of hidden states."""
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from eagle3_lightning.draft.plan import UnrollPlan
+
+
+@dataclass
+class Eagle3Batch:
+    """Documents laid end to end; `T` slots, `A` auxiliary layers, `H` hidden.
+
+    A document of S tokens x[0..S-1] whose states are known gives S - 1 slots. Slot t carries the token x[t+1] and the
+    auxiliary states of x[t]; it drafts x[t+2]. Its teacher is lm_head(last state of x[t+1]), its supervision whether
+    x[t+1] belongs to a response. Test-time-training step k uses ids, mask and teacher of slot t + k of its document.
+
+    Attributes:
+        ids: x[t+1] of each slot; 0 where `doc` is -1.
+        features: auxiliary states of x[t], in the target's dtype, unscaled.
+        teacher: the target's last hidden state of x[t+1], *after* its final norm.
+        mask: whether slot t is supervised at step 0.
+        doc: number of the slot's document in this batch, ascending; -1 for padding at the end.
+        pos: 0-based position t of the slot in its document.
+        sample_ids: index of each document in the sample stream, for error messages.
+        plan: what the unroll does with this batch; the module makes it when the batch moves to its device.
+    """
+
+    ids: Int[Tensor, " T"]
+    features: Float[Tensor, "T A H"]
+    teacher: Float[Tensor, "T H"]
+    mask: Bool[Tensor, " T"]
+    doc: Int[Tensor, " T"]
+    pos: Int[Tensor, " T"]
+    sample_ids: list[int]
+    plan: "UnrollPlan | None" = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots T, padding included."""
+        return self.ids.shape[0]
+
+    def to(self, *args: object, **kwargs: object) -> "Eagle3Batch":
+        """A copy with every tensor moved as `Tensor.to` says (Lightning calls this to move the batch)."""
+        return self._map(lambda t: t.to(*args, **kwargs))
+
+    def pin_memory(self) -> "Eagle3Batch":
+        """A copy in page-locked memory, so that the move to a GPU does not wait."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, fn) -> "Eagle3Batch":  # type: ignore[no-untyped-def]
+        moved = {f.name: fn(v) for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **moved)

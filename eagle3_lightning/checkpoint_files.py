@@ -1,0 +1,179 @@
+"""The safetensors of a checkpoint, one file or many, as one mapping from names to tensors.
+
+Headers are parsed here (8-byte length, JSON) because that is all that sizes and fingerprints need; tensors are read
+with safetensors itself, memory-mapped.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from torch import Tensor
+
+from eagle3_lightning.errors import ConfigError
+
+OPTION = "target.path"
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SAMPLE_CHUNKS, _SAMPLE_CHUNK_BYTES = 16, 256
+
+
+class _Entry(NamedTuple):
+    file: Path
+    dtype: str
+    shape: list[int]
+    start: int  # byte offsets in the file
+    end: int
+
+
+class CheckpointFiles:
+    """Names, shapes and bytes of all tensors of a checkpoint directory."""
+
+    def __init__(self, directory: Path, given: str) -> None:
+        """Read the headers of all `*.safetensors`.
+
+        Args:
+            directory: the checkpoint.
+            given: the checkpoint as the user named it, for messages.
+
+        Raises:
+            ConfigError: there is none, one is cut short, or the index names a file that is missing.
+        """
+        self._given = given
+        paths = sorted(directory.glob("*.safetensors"))
+        if (index := directory / "model.safetensors.index.json").is_file():
+            paths = self._indexed(index)
+        if not paths:
+            raise ConfigError(
+                OPTION,
+                given,
+                "it holds no safetensors",
+                "Convert the checkpoint with save_pretrained(..., safe_serialization=True).",
+            )
+        self._entries: dict[str, _Entry] = {}
+        for path in paths:
+            self._entries.update(self._read_header(path))
+
+    def find(self, endings: Sequence[str], what: str) -> str:
+        """The one tensor whose name ends in one of `endings`, earlier endings first.
+
+        Extra copies inside decoder layers (multi-token prediction heads) are passed over, and of several the shortest
+        name is the language model's own.
+        """
+        for ending in endings:
+            found = [n for n in self._entries if n == ending or n.endswith("." + ending)]
+            outside = [n for n in found if ".layers." not in n and ".vision" not in n and "vision_" not in n]
+            if outside:
+                return min(outside, key=lambda n: (len(n), n))
+        raise ConfigError(
+            OPTION,
+            self._given,
+            f"none of its tensors is an {what} ({', '.join(endings)})",
+            "Choose a decoder-only language model with a full, unquantized embedding and lm_head.",
+        )
+
+    def check_matrix(self, name: str, rows: int, columns: int) -> None:
+        """Refuse a tensor that cannot be used as [rows, columns] of floats (more rows are padding and allowed)."""
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ConfigError(
+                OPTION,
+                self._given,
+                f"{name} is stored as {entry.dtype}, so it is quantized",
+                "Use a checkpoint that keeps embedding and lm_head in bfloat16, float16 or float32.",
+            )
+        if len(entry.shape) != 2 or entry.shape[0] < rows or entry.shape[1] != columns:
+            raise ConfigError(
+                OPTION,
+                self._given,
+                f"{name} has shape {entry.shape} and config.json says [{rows}, {columns}]",
+                "Check that weights and config.json belong together.",
+            )
+        self.refuse_bias(name)
+
+    def refuse_bias(self, name: str) -> None:
+        """Refuse a tensor that has a bias beside it, which nothing here can express."""
+        if (bias := name.removesuffix("weight") + "bias") in self._entries:
+            raise ConfigError(
+                OPTION,
+                self._given,
+                f"it has {bias}, which a draft or a stored state cannot express",
+                "Choose a target without it.",
+            )
+
+    def dtype(self, name: str) -> str:
+        """The tensor's dtype as torch names it, for example `bfloat16`."""
+        return _DTYPES[self._entries[name].dtype]
+
+    def load(self, name: str) -> Tensor:
+        """The tensor, memory-mapped, on the CPU."""
+        with safe_open(self._entries[name].file, framework="pt") as file:
+            return file.get_tensor(name)
+
+    def headers(self) -> list[list[Any]]:
+        """Name, dtype and shape of every tensor, by name: the same for a checkpoint in one file or in many."""
+        return [[name, entry.dtype, entry.shape] for name, entry in sorted(self._entries.items())]
+
+    def spread(self, count: int) -> Iterable[str]:
+        """`count` tensor names (or fewer), evenly spaced in the order of the names."""
+        names = sorted(self._entries)
+        return names[:: max(1, len(names) // count)]
+
+    def sample_bytes(self, name: str) -> bytes:
+        """A few kilobytes of the tensor's data, from evenly spaced places."""
+        entry = self._entries[name]
+        size = entry.end - entry.start
+        step = max(1, (size - _SAMPLE_CHUNK_BYTES) // _SAMPLE_CHUNKS)
+        with entry.file.open("rb") as file:
+            chunks = []
+            for offset in range(0, size, step):
+                file.seek(entry.start + offset)
+                chunks.append(file.read(min(_SAMPLE_CHUNK_BYTES, size - offset)))
+        return b"".join(chunks)
+
+    def _indexed(self, index: Path) -> list[Path]:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                OPTION, self._given, f"its {index.name} cannot be read ({error})", "Download the checkpoint again."
+            ) from error
+        missing = [name for name in names if not (index.parent / name).is_file()]
+        if missing:
+            raise ConfigError(
+                OPTION,
+                self._given,
+                f"{len(missing)} of its {len(names)} weight files are missing, the first is {missing[0]}",
+                "Finish the download of the checkpoint.",
+            )
+        return [index.parent / name for name in names]
+
+    def _read_header(self, path: Path) -> dict[str, _Entry]:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if size < 8 or header_bytes > min(size, _MAX_HEADER_BYTES):
+                raise self._broken(path)
+            try:
+                header = json.loads(file.read(header_bytes))
+            except ValueError as error:
+                raise self._broken(path) from error
+        header.pop("__metadata__", None)
+        base = 8 + header_bytes
+        entries = {
+            name: _Entry(path, h["dtype"], h["shape"], base + h["data_offsets"][0], base + h["data_offsets"][1])
+            for name, h in header.items()
+        }
+        if any(entry.end > size for entry in entries.values()):
+            raise self._broken(path)
+        return entries
+
+    def _broken(self, path: Path) -> ConfigError:
+        return ConfigError(
+            OPTION,
+            self._given,
+            f"{path.name} is not a safetensors file or is cut short",
+            "Download the checkpoint again.",
+        )
