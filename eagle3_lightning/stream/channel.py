@@ -1,0 +1,100 @@
+"""Framed messages over one Unix socket. Only msgpack bodies of messages.py; nothing that could carry a tensor."""
+
+import select
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+import msgspec
+
+from eagle3_lightning.stream.messages import AnyMessage
+
+_LENGTH = struct.Struct(">I")
+MAX_FRAME_BYTES = 64 << 20
+SEND_TIMEOUT_S = 60.0
+_READ_BYTES = 1 << 20
+
+
+class ChannelClosed(Exception):
+    """The other side has closed the connection, or its process is gone."""
+
+
+class Channel:
+    """One connection. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected stream socket.
+
+        Args:
+            sock: closed by `close`.
+        """
+        sock.settimeout(SEND_TIMEOUT_S)
+        self._sock = sock
+        self._send_lock = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+        self._pending = bytearray()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
+        return self._sock.fileno()
+
+    def send(self, message: AnyMessage) -> None:
+        """Write one message, waiting at most SEND_TIMEOUT_S for the other side to read.
+
+        Raises:
+            ChannelClosed: the other side is gone, or did not read in time.
+        """
+        body = self._encoder.encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(
+                f"a {type(message).__name__} of {len(body)} bytes is over the frame limit of {MAX_FRAME_BYTES}"
+            )
+        try:
+            with self._send_lock:
+                self._sock.sendall(_LENGTH.pack(len(body)) + body)
+        except TimeoutError as error:
+            raise ChannelClosed(f"the other side read nothing for {SEND_TIMEOUT_S:.0f} s") from error
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout_s: float) -> list[AnyMessage]:
+        """Every message that is there, or that comes within `timeout_s`; an empty list if none did.
+
+        Raises:
+            ChannelClosed: the other side closed; messages that it sent before have all been returned by then.
+        """
+        try:
+            if not self._poll.poll(timeout_s * 1000):
+                return []
+            data = self._sock.recv(_READ_BYTES)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not data:
+            raise ChannelClosed("closed by the other side")
+        self._pending += data
+        return self._take_frames()
+
+    def _take_frames(self) -> list[AnyMessage]:
+        messages: list[AnyMessage] = []
+        start = 0
+        while len(self._pending) - start >= _LENGTH.size:
+            (num_bytes,) = _LENGTH.unpack_from(self._pending, start)
+            if num_bytes > MAX_FRAME_BYTES:
+                raise ChannelClosed(f"a frame of {num_bytes} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + num_bytes
+            if len(self._pending) < end:
+                break
+            messages.append(self._decoder.decode(self._pending[start + _LENGTH.size : end]))
+            start = end
+        del self._pending[:start]
+        return messages
+
+    def close(self) -> None:
+        """Close the socket; a `receive` of the other side ends with ChannelClosed."""
+        with suppress(OSError):  # gone already
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

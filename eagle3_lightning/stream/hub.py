@@ -1,0 +1,334 @@
+"""The middle of the queue: reserves arena blocks, passes requests to the producer and its answers to every rank.
+
+A thread of the trainer's rank 0. It owns the credits: a request goes to vLLM only when blocks for its prompt and its
+longest answer are free, in the order of submission, so that the sample which the trainer needs next always has its
+blocks. What the producer still owes is kept here as well; a producer that is started again gets it once more.
+"""
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.stream.arena import BlockPool
+from eagle3_lightning.stream.channel import Channel, ChannelClosed
+from eagle3_lightning.stream.messages import (
+    AnyMessage,
+    Begin,
+    Dropped,
+    End,
+    Failed,
+    Hello,
+    Ready,
+    Release,
+    Sample,
+    Shutdown,
+    Starved,
+    Stats,
+    Stored,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """Blocks of a delivered sample, and the ranks that may still read them."""
+
+    blocks: list[int]
+    ranks: set[int]
+
+
+class Hub:
+    """Runs in its own thread; everything but `post`, `close` and the attributes below happens there.
+
+    Attributes:
+        ready: the last Ready of a producer, once one has come.
+        serving: a producer is connected and has said Ready.
+        failure: why the hub gave up, or None.
+        on_producer_lost: called in the hub's thread with the last words of a producer that is gone, empty if none came.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int, world_size: int, listen: Path | None) -> None:
+        """Prepare the hub; `start` runs it.
+
+        Args:
+            num_blocks: blocks of the arena.
+            block_tokens: rows of one block.
+            world_size: ranks that read every sample.
+            listen: path of the socket on which ranks other than this process's connect; None if there are none.
+
+        Raises:
+            ConfigError: `listen` exists already.
+        """
+        self.ready: Ready | None = None
+        self.failure: str | None = None
+        self.on_producer_lost: Callable[[str], None] = lambda words: self.fail(words or "the producer is gone")
+        self._pool = BlockPool(num_blocks)
+        self._block_tokens = block_tokens
+        self._world_size = world_size
+        self._backlog: deque[Submit] = deque()
+        self._owed: dict[int, Submit] = {}
+        self._held: dict[int, _Held] = {}
+        self._ranks: dict[int, Channel] = {}
+        self._producer: Channel | None = None
+        self.serving = False  # the producer has said Ready
+        self._history: list[AnyMessage] = []  # what a rank that connects late has missed
+        self._serial = 0
+        self._starved_since: float | None = None
+        self._starved_s = 0.0
+        self._restarts = 0
+        self._last_words: str | None = None
+        self._closing = False
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
+        self._listener = self._listen(listen) if listen is not None else None
+        self._thread = threading.Thread(target=self._run, name="eagle3-hub", daemon=True)
+
+    def _listen(self, path: Path) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ConfigError(
+                "data.queue.socket_dir",
+                str(path.parent),
+                f"no socket can be made there ({error})",
+                "Name a directory with a short path that you can write to.",
+            ) from error
+        listener.listen(self._world_size)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return listener
+
+    # -- called from other threads ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run the hub's thread."""
+        self._thread.start()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` in the hub's thread, soon."""
+        self._posted.append(action)
+        os.write(self._wake_write, b"x")
+
+    def attach_rank(self, sock: socket.socket, rank: int) -> None:
+        """Talk to a rank over `sock`."""
+        self.post(lambda: self._add_rank(Channel(sock), rank))
+
+    def attach_producer(self, sock: socket.socket, restarts: int) -> None:
+        """Talk to a new producer over `sock`; it gets what the one before it still owed."""
+        self.post(lambda: self._add_producer(Channel(sock), restarts))
+
+    def fail(self, error: str) -> None:
+        """Tell every rank that no more samples will come, and why."""
+        self.post(lambda: self._fail(error))
+
+    def shutdown_producer(self) -> None:
+        """Ask the producer to end; its going is expected from here on."""
+        self.post(self._shutdown_producer)
+
+    def close(self) -> None:
+        """End the thread and close every connection."""
+        if self._closing:
+            return
+        self._closing = True
+        self.post(lambda: None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for channel in (*self._ranks.values(), *([self._producer] if self._producer else [])):
+            channel.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select():
+                    key.data()
+        except Exception as error:  # a fault of ours must end the run, not hang it
+            log.exception("the hub of the sample queue failed")
+            self._fail(f"the hub of the sample queue failed: {error!r}")
+
+    def _run_posted(self) -> None:
+        os.read(self._wake_read, 4096)
+        while self._posted:
+            self._posted.popleft()()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        channel = Channel(self._listener.accept()[0])
+        hello = next(iter(channel.receive(timeout_s=10.0)), None)
+        if not isinstance(hello, Hello) or hello.rank in self._ranks:
+            channel.close()
+            self._fail(f"a stranger came to the hub's socket: {hello}")
+            return
+        self._add_rank(channel, hello.rank)
+
+    def _add_rank(self, channel: Channel, rank: int) -> None:
+        self._ranks[rank] = channel
+        with suppress(ChannelClosed):  # a rank that left before it was let in; its end is read below
+            for message in self._history:
+                channel.send(message)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, rank))
+
+    def _add_producer(self, channel: Channel, restarts: int) -> None:
+        self._producer, self._restarts, self._last_words = channel, restarts, None
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, None))
+
+    def _read(self, channel: Channel, rank: int | None) -> None:
+        try:
+            messages = channel.receive(0.0)
+        except (ChannelClosed, msgspec.DecodeError) as error:
+            self._selector.unregister(channel)
+            channel.close()
+            self._lost(rank, str(error))
+            return
+        for message in messages:
+            if rank is None:
+                self._from_producer(message)
+            else:
+                self._from_rank(message, rank)
+
+    def _lost(self, rank: int | None, reason: str) -> None:
+        if rank is None:
+            self._producer, self.serving = None, False
+            if self.failure is None and not self._closing:
+                self.on_producer_lost(self._last_words or "")
+        else:
+            del self._ranks[rank]
+            if self._ranks and not self._closing:
+                self._fail(f"rank {rank} of the trainer is gone ({reason})")
+
+    def _from_rank(self, message: AnyMessage, rank: int) -> None:
+        match message:
+            case Submit():
+                self._backlog.append(message)
+                self._admit()
+            case Release(serial=serial):
+                held = self._held[serial]
+                held.ranks.remove(rank)
+                if not held.ranks:
+                    del self._held[serial]
+                    self._pool.give(held.blocks)
+                    self._admit()
+            case Begin() | End() | Dropped() | Stored():
+                self._broadcast(message)
+            case _:
+                raise TypeError(f"rank {rank} sent {message}")
+
+    def _from_producer(self, message: AnyMessage) -> None:
+        match message:
+            case Sample():
+                self._deliver(message)
+            case Dropped(serial=serial):
+                self._pool.give(self._owed.pop(serial).blocks)
+                self._broadcast(message)
+                self._admit()
+            case Ready():
+                self.ready, self.serving = message, True
+                self._broadcast(message)
+                for submit in list(self._owed.values()):  # a restart: nothing is owed to the first producer yet
+                    self._resubmit(submit)
+                self._admit()
+            case Stats():
+                self._broadcast(msgspec.structs.replace(message, **self._own_counters()))
+            case Failed(error=error):
+                self._last_words = error
+            case _:
+                raise TypeError(f"the producer sent {message}")
+
+    def _own_counters(self) -> dict[str, float]:
+        waiting_s = time.monotonic() - self._starved_since if self._starved_since is not None else 0.0
+        return {
+            "starved_s": self._starved_s + waiting_s,
+            "free_blocks": self._pool.num_free,
+            "restarts": self._restarts,
+        }
+
+    def _admit(self) -> None:
+        """Reserve blocks for the requests in line, in order, as far as they go."""
+        while self._backlog and self.serving:
+            head = self._backlog[0]
+            num_blocks = -(-(len(head.prompt_ids) + head.max_new_tokens) // self._block_tokens)
+            if num_blocks > self._pool.num_blocks:
+                self._backlog.popleft()
+                detail = f"{len(head.prompt_ids)} + {head.max_new_tokens} tokens do not fit the arena"
+                self._broadcast(Dropped(head.stream, head.index, head.name, "too_long", detail))
+                continue
+            blocks = self._pool.take(num_blocks)
+            if blocks is None:
+                if self._starved_since is None:
+                    self._starved_since = time.monotonic()
+                    self._broadcast(Starved(head.stream, head.index, waiting=True))
+                return
+            if self._starved_since is not None:
+                self._starved_s += time.monotonic() - self._starved_since
+                self._starved_since = None
+                self._broadcast(Starved(head.stream, head.index, waiting=False))
+            self._backlog.popleft()
+            self._submit(msgspec.structs.replace(head, blocks=blocks))
+
+    def _submit(self, submit: Submit) -> None:
+        self._serial += 1
+        submit = msgspec.structs.replace(submit, serial=self._serial)
+        self._owed[self._serial] = submit
+        self._to_producer(submit)
+
+    def _resubmit(self, submit: Submit) -> None:
+        # Under a new serial: rows that the dead producer left behind must not pass for the new one's.
+        del self._owed[submit.serial]
+        self._submit(submit)
+
+    def _deliver(self, sample: Sample) -> None:
+        reserved = self._owed.pop(sample.serial).blocks
+        num_kept = -(-sample.num_rows // self._block_tokens)
+        kept, surplus = reserved[:num_kept], reserved[num_kept:]
+        self._pool.give(surplus)
+        self._held[sample.serial] = _Held(kept, set(range(self._world_size)))
+        self._broadcast(msgspec.structs.replace(sample, blocks=kept))
+        if surplus:
+            self._admit()
+
+    def _to_producer(self, message: AnyMessage) -> None:
+        if self._producer is None:
+            return  # between two producers: what is owed goes to the next one
+        with suppress(ChannelClosed):  # its end is read as well, and handled there
+            self._producer.send(message)
+
+    def _broadcast(self, message: AnyMessage) -> None:
+        if len(self._ranks) < self._world_size and not isinstance(message, Stats):
+            self._history.append(message)
+        elif self._history:
+            self._history.clear()
+        for rank, channel in list(self._ranks.items()):
+            try:
+                channel.send(message)
+            except ChannelClosed as error:
+                log.warning("rank %d of the trainer does not listen: %s", rank, error)
+
+    def _fail(self, error: str) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._broadcast(Failed(error))
+
+    def _shutdown_producer(self) -> None:
+        self.on_producer_lost = lambda reason: None
+        self._to_producer(Shutdown())

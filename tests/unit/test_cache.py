@@ -1,0 +1,251 @@
+"""Samples on disk: bit for bit, or near in fp8; capped, refused where they do not belong, and later without vLLM."""
+
+import dataclasses
+import json
+import threading
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_datamodule import Recorder, write_prompts
+from toy_engine import NUM_LAYERS, ToyDataModule, states
+from toy_target import make_target
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import (
+    BatchOptions,
+    CacheOptions,
+    EngineOptions,
+    PromptOptions,
+    SamplingOptions,
+    SourceOptions,
+    TargetOptions,
+)
+from eagle3_lightning.stream.files import FinalNorm, StoredSample, _decode, _encode, write_sample
+from eagle3_lightning.target import inspect_target, load_final_norm
+
+NUM_PROMPTS = 30
+
+
+class NoEngine(ToyDataModule):
+    def _make_extractor(self, run_dir, world_size):
+        raise AssertionError("vLLM was started")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def make_data(target, tmp_path):
+    train = write_prompts(tmp_path / "train.jsonl", NUM_PROMPTS, "train {}")
+    val = write_prompts(tmp_path / "val.jsonl", 4, "val {}")
+
+    def make(kind=ToyDataModule, mode="generate", prompts=None, **cache):
+        return kind(
+            TargetOptions(str(target)),
+            prompts or PromptOptions([train], [val]),
+            SamplingOptions(mode=mode, max_new_tokens=9),
+            EngineOptions(max_model_len=512),
+            batch=BatchOptions(pack_tokens=160, static_shapes=False, calibration_tokens=300),
+            cache=CacheOptions(**({"dir": tmp_path / "cache"} | cache)),
+            run_dir=tmp_path / "run",
+        )
+
+    return make
+
+
+class Full(Recorder):
+    """Keeps the validation batches as well, and what threads ran at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.val_batches, self.threads = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.threads.append({t.name for t in threading.enumerate()})
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.val_batches.append(batch)
+
+
+def fit(data, max_epochs=1, **kwargs):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+                         enable_checkpointing=False, num_sanity_val_steps=0, max_epochs=max_epochs,
+                         **kwargs)  # fmt: skip
+    module = Full()
+    trainer.fit(module, data)
+    return module
+
+
+def same(first, second):
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second, strict=True):
+        for field in dataclasses.fields(a):
+            one, other = getattr(a, field.name), getattr(b, field.name)
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return True
+
+
+@pytest.mark.parametrize("mode", ["generate", "prefill"])
+def test_training_from_disk_is_the_online_run_to_the_last_bit(make_data, mode):
+    online = fit(make_data(mode=mode, dir=None), max_epochs=3)
+    writing = fit(make_data(mode=mode), max_epochs=3)
+    reading = fit(make_data(NoEngine, mode=mode), max_epochs=3)
+    for run in (writing, reading):
+        assert same(online.batches, run.batches)
+        assert same(online.val_batches, run.val_batches)
+        assert torch.equal(online.weight, run.weight)
+    # The hub of the queue goes with vLLM, once the first epoch is on disk.
+    steps = len(writing.threads) // 3
+    assert "eagle3-hub" in writing.threads[0]
+    assert "eagle3-hub" not in writing.threads[-steps + 2]
+    assert all("eagle3-hub" not in names for names in reading.threads)
+
+
+def test_an_interrupted_epoch_is_finished_by_the_next_run(make_data):
+    fit(make_data(), max_steps=3)
+    reading = fit(make_data(), max_epochs=2)
+    online = fit(make_data(dir=None), max_epochs=2)
+    assert same(online.batches, reading.batches)
+    fit(make_data(NoEngine), max_epochs=1)
+
+
+def test_a_full_cache_keeps_what_it_has_and_vllm_makes_the_rest(make_data, tmp_path):
+    online = fit(make_data(dir=None), max_epochs=2)
+    small = {"max_gib": 20_000 / 2**30}
+    capped = fit(make_data(**small), max_epochs=2)
+    assert same(online.batches, capped.batches)
+    files = list((tmp_path / "cache/train/hidden_states").glob("hs_*"))
+    total = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*/*/hs_*"))
+    assert 0 < len(files) < NUM_PROMPTS
+    assert 20_000 <= total < 30_000
+    assert same(online.batches, fit(make_data(**small), max_epochs=2).batches)
+
+
+def test_fp8_is_half_the_size_and_near(make_data, tmp_path):
+    online = fit(make_data(dir=None))
+    fit(make_data(dtype="fp8"))
+    reading = fit(make_data(NoEngine, dtype="fp8"))
+    for a, b in zip(online.batches, reading.batches, strict=True):
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.mask, b.mask)
+        for name in ("features", "teacher"):
+            one, other = getattr(a, name), getattr(b, name)
+            error = (one - other).norm() / one.norm()
+            assert 0 < error < 0.05
+    file = load_file(next((tmp_path / "cache/train/hidden_states").glob("hs_*")))
+    assert file["hidden_states"].dtype == torch.float8_e4m3fn
+    assert file["hidden_states_scales"].shape == (len(file["token_ids"]), 1, 1)
+
+
+@pytest.mark.parametrize("what", ["sampling", "prompts", "dtype", "target", "no store"])
+def test_a_store_of_something_else_is_refused(make_data, tmp_path, what):
+    if what == "no store":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache/notes.txt").write_text("mine")
+    else:
+        fit(make_data(), max_steps=1)
+    data = make_data(dtype="fp8" if what == "dtype" else "target")
+    if what == "sampling":
+        data.sampling = SamplingOptions(max_new_tokens=8)
+    if what == "prompts":
+        write_prompts(tmp_path / "train.jsonl", NUM_PROMPTS + 1)
+    if what == "target":
+        data.target = TargetOptions(str(make_target(tmp_path / "other", seed=1)))
+    expected = "is not empty and holds no cache.json" if what == "no store" else f"holds the states of another {what}"
+    with pytest.raises(ConfigError, match=rf"data.cache.dir = .*{expected}"):
+        fit(data)
+
+
+def test_a_store_trains_as_a_source_of_its_own(make_data, tmp_path):
+    online = fit(make_data(), max_epochs=1)
+    data = make_data(NoEngine, prompts=PromptOptions([str(tmp_path / "cache")], val_fraction=0.0), dir=None)
+    tokens = [sorted(i for b in run.batches for i in b.ids.tolist()) for run in (online, fit(data, max_epochs=1))]
+    assert tokens[0] == tokens[1]
+    other = make_data(NoEngine, prompts=PromptOptions([str(tmp_path / "cache")], val_fraction=0.0), dir=None)
+    other.target = TargetOptions(str(make_target(tmp_path / "other", seed=1)))
+    with pytest.raises(ConfigError, match="its states are of another target"):
+        fit(other)
+
+
+# ---- the files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_encoding_loses_no_bit(dtype):
+    torch.manual_seed(0)
+    for weight in (torch.rand(577) * 3 + 0.1, torch.cat([torch.randn(575) * 3, torch.tensor([0.0, 1e-5])])):
+        norm = FinalNorm(weight, 1e-5)
+        rows = (torch.randn(200, 4, 577) * 50).to(dtype)
+        rows[:, -1] = norm.apply(rows[:, -1], dtype)
+        tensors = _encode(rows, norm, fp8=False)
+        back = _decode(tensors, norm, dtype)
+        assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
+        # and the final norm of what speculators reads gives the teacher again
+        error = (norm.apply(tensors["hidden_states"][:, -1], dtype).float() - rows[:, -1].float()).norm()
+        assert error < 0.01 * rows[:, -1].float().norm()
+
+
+def test_two_bits_are_enough_for_ordinary_norms():
+    rows = torch.randn(50, 4, 64).bfloat16()
+    norm = FinalNorm(torch.rand(64) + 0.5, 1e-5)
+    rows[:, -1] = norm.apply(rows[:, -1], torch.bfloat16)
+    assert _encode(rows, norm, fp8=False)["last_correction"].shape == (50, 16)
+
+
+def test_norms_from_one_are_read_as_they_multiply(tmp_path):
+    plain, gemma = (make_target(tmp_path / kind, model_type=kind) for kind in ("llama", "gemma2"))
+    assert torch.equal(load_final_norm(inspect_target(TargetOptions(str(plain)))), torch.ones(8))
+    assert torch.equal(load_final_norm(inspect_target(TargetOptions(str(gemma)))), torch.full((8,), 2.0))
+
+
+def test_files_of_speculators_say_their_layers_or_are_refused(make_data, target, tmp_path):
+    """0.3's data_*.pt: the last layer not normed, the layers only known to the user."""
+    place = tmp_path / "old"
+    place.mkdir()
+    norm = FinalNorm(load_final_norm(inspect_target(TargetOptions(str(target)))), 1e-5)
+    for i in range(12):
+        ids = torch.arange(5 + i)
+        layers = list(states(ids.tolist()).unbind(1))
+        mask = (ids >= 3).int()
+        torch.save({"input_ids": ids, "hidden_states": layers, "loss_mask": mask}, place / f"data_{i}.pt")
+    source = SourceOptions(str(place), layers=[1, 3, 4], layer_convention="output")
+    module = fit(make_data(NoEngine, prompts=PromptOptions([source], val_fraction=0.0), dir=None))
+    batch = module.batches[0]
+    slots = int((batch.doc == 0).sum())
+    ids = list(range(slots + 1))
+    expected = states(ids)
+    assert torch.equal(batch.features[:slots], expected[:-1, :3])
+    assert torch.equal(batch.teacher[:slots], norm.apply(expected[1:, 3], torch.float32))
+    assert batch.mask[:slots].tolist() == [i >= 3 for i in ids[1:]]
+    for changed, message in (
+        ({"layers": None}, "its files do not say which layers they hold"),
+        ({"layer_convention": None}, "its files do not say which layers they hold"),
+        ({"layer_convention": "vllm"}, r"its auxiliary layers are \[0, 2, 3\] \(output of the layer; \[1, 3, 4\] in"),
+    ):
+        prompts = PromptOptions([dataclasses.replace(source, **changed)], val_fraction=0.0)
+        with pytest.raises(ConfigError, match=message):
+            fit(make_data(NoEngine, prompts=prompts, dir=None))
+
+
+def test_a_broken_file_is_dropped_by_name(make_data, tmp_path, caplog):
+    fit(make_data())
+    broken = sorted((tmp_path / "cache/train/hidden_states").glob("hs_*"))[0]
+    broken.write_bytes(broken.read_bytes()[:-50])
+    module = fit(make_data(NoEngine))
+    assert broken.name in caplog.text
+    assert len({i for b in module.batches for i in b.sample_ids}) >= NUM_PROMPTS - 8
+    assert not list(tmp_path.glob("cache/*/*/.hs_*"))  # nothing half-written stays
+    assert NUM_LAYERS == 4
+
+
+def test_a_sample_file_names_what_it_lacks(tmp_path):
+    save_file({"hidden_states": torch.zeros(3, 4, 8), "token_ids": torch.arange(2)}, tmp_path / "hs_0.safetensors")
+    with pytest.raises(ValueError, match="2 token ids and 3 rows"):
+        StoredSample(tmp_path / "hs_0.safetensors", "train", 0, FinalNorm(torch.ones(8), 1e-5), torch.float32)
+    assert json.dumps({}) == "{}"
+    assert callable(write_sample)
