@@ -1,0 +1,1 @@
+"""The producer: the only folder, with serve/, that imports vLLM."""

@@ -1,0 +1,329 @@
+"""Starts, watches, restarts and ends the producer; owns the arena and the hub of the queue. Lives on rank 0."""
+
+import atexit
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+import eagle3_lightning
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.extract import versions
+from eagle3_lightning.extract.engine import EngineSettings, check_extra
+from eagle3_lightning.extract.producer import ProducerSpec
+from eagle3_lightning.extract.watchdog import kill_group, wait_group
+from eagle3_lightning.layers import LayerPlan
+from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions
+from eagle3_lightning.stream.arena import Arena
+from eagle3_lightning.stream.hub import Hub
+from eagle3_lightning.stream.messages import Ready
+from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
+from eagle3_lightning.target import TargetInfo
+
+log = logging.getLogger(__name__)
+LOG_TAIL_LINES = 30
+SHUTDOWN_TIMEOUT_S = 10.0
+TERM_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0
+# A socket's path has at most 107 bytes, and vLLM appends a UUID to our eagle3-xxxxxxxx.
+MAX_SOCKET_DIR_BYTES = 107 - len("/eagle3-xxxxxxxx/") - 36
+# Of a distributed launcher: they describe the trainer, and torch or vLLM in the producer would take them for its own.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class Extractor:
+    """The producer of hidden states as the trainer sees it: `start`, `queue`, `close`.
+
+    Attributes:
+        log_path: where vLLM's output goes.
+        producer_module: what is run as the producer.
+    """
+
+    producer_module = "eagle3_lightning.extract.producer"
+
+    def __init__(
+        self,
+        target_info: TargetInfo,
+        plan: LayerPlan,
+        engine: EngineOptions,
+        queue: QueueOptions,
+        sampling: SamplingOptions,
+        run_dir: Path,
+        world_size: int = 1,
+        *,
+        max_restarts: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Check everything that can be checked without vLLM.
+
+        Args:
+            target_info: the target.
+            plan: layers to capture.
+            engine: options of vLLM.
+            queue: options of the arena.
+            sampling: how answers are sampled.
+            run_dir: vllm.log is written there.
+            world_size: ranks of the trainer.
+            max_restarts: how often a dead producer is started again.
+            trust_remote_code: see TargetOptions.
+
+        Raises:
+            ConfigError: vLLM is missing or too old, an option collides with the project's own, or a sample of
+                `max_model_len` does not fit the arena.
+        """
+        _check(engine, queue)
+        self.log_path = run_dir / "vllm.log"
+        self._engine, self._queue_options = engine, queue
+        self._world_size, self._max_restarts = world_size, max_restarts
+        self._num_layers, self._hidden_size = len(plan.aux) + 1, target_info.hidden_size
+        self._settings = EngineSettings(
+            model_path=str(target_info.path),
+            # vLLM's own `auto` would turn a float32 checkpoint into bfloat16; what is asked for is what is run.
+            dtype=target_info.dtype if engine.dtype == "auto" else engine.dtype,
+            aux_layers=plan.aux,
+            num_layers=target_info.num_layers,
+            stop_token_ids=target_info.eos_token_ids,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            kv_cache_gib=engine.kv_cache_gib,
+            enforce_eager=engine.enforce_eager,
+            cpu_threads=engine.cpu_threads,
+            trust_remote_code=trust_remote_code,
+            extra=engine.extra,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        self._queue: SampleQueue | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lost = threading.Event()
+        self._lost_reason = ""
+        self._log_start_bytes = 0
+        self._closing = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Create arena and hub and start the producer; returns at once, `wait_ready` waits.
+
+        Raises:
+            ConfigError: the arena does not fit in memory, or no socket can be made.
+        """
+        options = self._queue_options
+        self._arena = Arena.create(
+            options.capacity_tokens, options.block_tokens, self._num_layers, self._hidden_size, self._settings.dtype
+        )
+        self._private_dir = _make_private_dir(options.socket_dir)
+        listen = self._private_dir / "hub" if self._world_size > 1 else None
+        try:
+            self._hub = Hub(self._arena.layout.num_blocks, options.block_tokens, self._world_size, listen)
+        except ConfigError:
+            shutil.rmtree(self._private_dir)
+            raise
+        self._hub.on_producer_lost = self._note_lost
+        self._hub.start()
+        self.handle = QueueHandle(
+            arena_path=self._arena.path,
+            arena_layout=self._arena.layout,
+            socket_path=str(listen) if listen else None,
+            window=4 * self._engine.max_num_seqs,
+            step_timeout_s=self._engine.step_timeout_s,
+            max_dropped_share=options.max_dropped_share,
+        )
+        atexit.register(self.close)
+        self._spawn(restarts=0)
+        self._monitor = threading.Thread(target=self._watch, name="eagle3-supervisor", daemon=True)
+        self._monitor.start()
+
+    def queue(self, rank: int = 0) -> SampleQueue:
+        """The queue of a rank in this process, which is rank 0; others take `handle` to `SampleQueue.connect`."""
+        if self._queue is None:
+            ours, theirs = socket.socketpair()
+            self._hub.attach_rank(theirs, rank)
+            self._queue = SampleQueue(ours, self._arena, self.handle)
+        return self._queue
+
+    def wait_ready(self) -> Ready:
+        """Wait until vLLM is up and its self-check has passed.
+
+        Raises:
+            ProducerError: it failed, with the last lines of its log.
+        """
+        return self.queue().wait_ready(self._engine.start_timeout_s + KILL_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the producer, which leads the process group of all that it starts."""
+        return self._process.pid if self._process else None
+
+    def close(self) -> None:
+        """End the producer and everything it started, within seconds; a second call does nothing."""
+        if self._closed or self._process is None:
+            return
+        self._closing = True
+        self._hub.shutdown_producer()
+        try:
+            self._process.wait(SHUTDOWN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the producer did not end within %.0f s and is killed", SHUTDOWN_TIMEOUT_S)
+        self._end_group()
+        self._monitor.join(timeout=KILL_TIMEOUT_S)
+        if self._queue is not None:
+            self._queue.close()
+        self._hub.close()
+        self._arena.close()
+        shutil.rmtree(self._private_dir, ignore_errors=True)
+        atexit.unregister(self.close)
+        self._closed = True
+
+    # -- the process -----------------------------------------------------------------------------------------------
+
+    def _spawn(self, restarts: int) -> None:
+        ours, theirs = socket.socketpair()
+        spec = ProducerSpec(
+            self._settings, self._arena.path, self._arena.layout, os.getpid(), str(self._private_dir), theirs.fileno()
+        )
+        spec_path = self._private_dir / "spec.json"
+        spec_path.write_bytes(msgspec.json.encode(spec))
+        environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+        package_root = str(Path(eagle3_lightning.__file__).parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment["TMPDIR"] = str(self._private_dir)  # what vLLM leaves there goes with our own sockets
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log_file, theirs:
+            self._log_start_bytes = log_file.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.producer_module, "--spec", str(spec_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the trainer's to handle, and the group can be killed as one
+            )
+        self._lost.clear()
+        self._lost_reason = ""
+        self._started_s = time.monotonic()
+        self._hub.attach_producer(ours, restarts)
+        log.info("vLLM starts as process %d, log in %s", self._process.pid, self.log_path)
+
+    def _note_lost(self, reason: str) -> None:
+        self._lost_reason = reason
+        self._lost.set()
+
+    def _watch(self) -> None:
+        """Until the run ends: wait for the producer's death, start it again or fail the queue."""
+        try:
+            self._supervise()
+        except Exception as error:  # a fault of ours must end the run, not leave it waiting
+            log.exception("the supervisor of the producer failed")
+            self._hub.fail(f"the supervisor of the producer failed: {error!r}")
+
+    def _supervise(self) -> None:
+        restarts = 0
+        while True:
+            fault = self._wait_for_fault()
+            if fault is None:
+                return
+            was_ready = self._hub.ready is not None
+            self._end_group()
+            if not was_ready or restarts >= self._max_restarts:
+                limit = f" after {restarts} restarts" if restarts else ""
+                self._hub.fail(f"{fault}{limit}. The last lines of {self.log_path}:\n{self._log_tail()}")
+                return
+            restarts += 1
+            log.warning("%s; restart %d of %d", fault, restarts, self._max_restarts)
+            self._spawn(restarts)
+
+    def _wait_for_fault(self) -> str | None:
+        assert self._process is not None
+        name = f"vLLM's producer (process {self._process.pid})"
+        while True:
+            lost = self._lost.wait(timeout=0.2) or self._process.poll() is not None
+            if self._closing:
+                return None
+            if lost:
+                self._lost.wait(timeout=1.0)  # the hub reads the producer's last words a moment after its end
+                if self._lost_reason:
+                    return f"{name} failed: {self._lost_reason}"
+                return f"{name} ended without a word, {self._exit_status()}"
+            waited_s = time.monotonic() - self._started_s
+            if not self._hub.serving and waited_s > self._engine.start_timeout_s:
+                return f"{name} was not ready after data.engine.start_timeout_s = {self._engine.start_timeout_s}"
+
+    def _exit_status(self) -> str:
+        assert self._process is not None
+        try:
+            return f"exit status {self._process.wait(TERM_TIMEOUT_S)}"
+        except subprocess.TimeoutExpired:
+            return "its connection is closed but it hangs"
+
+    def _end_group(self) -> None:
+        """Leave no process of the producer's group: first politely, then not."""
+        assert self._process is not None
+        group = self._process.pid
+        kill_group(group, signal.SIGTERM)
+        if wait_group(group, TERM_TIMEOUT_S):
+            kill_group(group, signal.SIGKILL)
+        # What is left now is at most Python's resource trackers, which are cleaning up and end by themselves.
+        if left := wait_group(group, KILL_TIMEOUT_S):
+            log.error("processes %s of the producer do not end", left)
+        self._process.poll()
+
+    def _log_tail(self) -> str:
+        with self.log_path.open("rb") as log_file:
+            log_file.seek(self._log_start_bytes)
+            lines = log_file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _check(engine: EngineOptions, queue: QueueOptions) -> None:
+    vllm = versions.describe()
+    if vllm.tap is None:
+        raise ConfigError("data.engine", vllm.version, vllm.problems[0], vllm.remedies[0])
+    check_extra(engine.extra)
+    if engine.max_model_len > queue.capacity_tokens:
+        raise ConfigError(
+            "data.queue.capacity_tokens",
+            queue.capacity_tokens,
+            f"one sample of data.engine.max_model_len = {engine.max_model_len} tokens does not fit",
+            "Raise it, or lower data.engine.max_model_len.",
+        )
+
+
+def _make_private_dir(parent: Path | None) -> Path:
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    problem = None
+    if not parent.is_dir():
+        problem = "it is not a directory"
+    elif len(os.fsencode(parent)) > MAX_SOCKET_DIR_BYTES:
+        problem = f"its path is longer than {MAX_SOCKET_DIR_BYTES} bytes, too long for the Unix sockets in it"
+    else:
+        try:
+            return Path(tempfile.mkdtemp(prefix="eagle3-", dir=parent))  # mode 0700
+        except OSError as error:
+            problem = f"no directory can be made there ({error})"
+    raise ConfigError(
+        "data.queue.socket_dir", str(parent), problem, "Name a directory with a short path that you can write to."
+    )

