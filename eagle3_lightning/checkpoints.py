@@ -1,0 +1,74 @@
+"""Reading a checkpoint file that may be anything: one guard for `eagle3 fit`, `validate` and `export`."""
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3_lightning.errors import ConfigError
+
+REMEDY = "Give a .ckpt that eagle3 fit wrote."
+_RECORD: dict[str, type | tuple[type, ...]] = {
+    "target_fingerprint": str,
+    "target_name": str,
+    "draft": dict,
+    "aux_layers": list,
+    "vocab_coverage": (float, int),
+}
+
+
+def read_checkpoint(file: str | Path, option: str = "--ckpt") -> dict[str, Any]:
+    """What a checkpoint of this project holds, its tensors still on the disk.
+
+    Args:
+        file: the file.
+        option: the option that named it, for messages.
+
+    Raises:
+        ConfigError: no such file, not a checkpoint, cut short, or not written by `eagle3 fit`.
+    """
+    if not Path(file).is_file():
+        raise ConfigError(option, str(file), "there is no such file", REMEDY)
+    if not _is_archive(file):
+        raise ConfigError(
+            option, str(file), "it cannot be read as a checkpoint (no archive of torch.save, or cut short)", REMEDY
+        )
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what a foreign pickle or archive raises is not documented
+        raise ConfigError(option, str(file), f"it cannot be read as a checkpoint ({reason(error)})", REMEDY) from error
+    if not isinstance(saved, dict):
+        raise ConfigError(option, str(file), f"it holds a {type(saved).__name__}, not a checkpoint", REMEDY)
+    if fault := record_fault(saved):
+        raise ConfigError(option, str(file), fault, REMEDY)
+    return saved
+
+
+def _is_archive(file: str | Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except OSError:
+        return True  # torch.load says why it cannot be read
+
+
+def record_fault(checkpoint: Mapping[str, Any]) -> str | None:
+    """What is wrong with the record that `eagle3 fit` adds to a checkpoint; None if nothing is."""
+    record = checkpoint.get("eagle3")
+    if record is None:
+        return "it was not written by eagle3 fit"
+    if not isinstance(record, dict):
+        return f"its record `eagle3` is a {type(record).__name__}"
+    for key, kind in _RECORD.items():
+        if key not in record:
+            return f"its record `eagle3` has no {key}"
+        if not isinstance(record[key], kind):
+            return f"{key} in its record `eagle3` is a {type(record[key]).__name__}"
+    return None
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error with its kind, which is all there is where it has no text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""The draft and its loss: pure torch, no Lightning, no vLLM."""

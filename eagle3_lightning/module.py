@@ -1,0 +1,440 @@
+"""Eagle3Module: an EAGLE-3 draft under training."""
+
+import warnings
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle3_lightning.batch import Eagle3Batch
+from eagle3_lightning.checkpoints import REMEDY, read_checkpoint, reason, record_fault
+from eagle3_lightning.draft.config import DraftConfig
+from eagle3_lightning.draft.loss import HeadOutput
+from eagle3_lightning.draft.metrics import DraftMetrics, Scores, scores
+from eagle3_lightning.draft.model import Eagle3Draft, Table
+from eagle3_lightning.draft.plan import UnrollPlan, plan_unroll
+from eagle3_lightning.draft.ttt import ttt_loss
+from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.layers import plan_layers
+from eagle3_lightning.optim import StepGuard, build_optimizer, scale_gradients, schedule
+from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
+from eagle3_lightning.target import inspect_target, load_embeddings, load_lm_head
+
+# Lightning asks which of the two hooks is meant when a data module is used; only the module has one.
+warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device`")
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_BEST_CHUNK_ELEMENTS = 1 << 26  # of target logits at once, where the teacher's best token is looked for
+
+
+class Eagle3Module(L.LightningModule):
+    """Trains a draft on the hidden states of its target by test-time training (Li et al. 2025, EAGLE-3).
+
+    Attributes:
+        target_info: facts of the target.
+        layers: which of its layers are read.
+        draft: the draft.
+        vocab_coverage: share of calibration responses inside the draft vocabulary; NaN before calibration.
+    """
+
+    totals: Tensor
+
+    def __init__(self, target: TargetOptions, draft: DraftOptions, loss: LossOptions, optim: OptimOptions) -> None:
+        """Read the target's sizes and build the draft.
+
+        Args:
+            target: the model to be made faster.
+            draft: shape of the draft.
+            loss: test-time training.
+            optim: optimizer and schedule.
+
+        Raises:
+            ConfigError: a target that cannot be read, or options that do not fit it.
+        """
+        super().__init__()
+        self.save_hyperparameters(  # plain dicts, so that a checkpoint loads with weights_only
+            {"target": asdict(target), "draft": asdict(draft), "loss": asdict(loss), "optim": asdict(optim)}
+        )
+        self.target_options, self.loss, self.optim_options = target, loss, optim
+        self.target_info = inspect_target(target)
+        self.layers = plan_layers(target.layers, self.target_info.num_layers, target.layer_convention)
+        config = DraftConfig.resolve(draft, self.target_info)
+        frozen_dtype = getattr(torch, self.target_info.dtype)
+        self.draft = Eagle3Draft(config, frozen_dtype)
+        self._host_head: Tensor | None = None  # the target's whole lm_head, where it is not the embedding
+        self.teacher_head = (
+            Table(config.draft_vocab_size, config.hidden_size, frozen_dtype) if config.train_head else None
+        )
+        self.train_metrics = DraftMetrics(loss.ttt_steps, loss.ttt_decay)
+        self.val_metrics = DraftMetrics(loss.ttt_steps, loss.ttt_decay)
+        self.register_buffer("totals", torch.zeros(2, dtype=torch.float64))  # slots and supervised tokens, all ranks
+        self.vocab_coverage = float("nan")
+        self._calibrated = self._target_loaded = False
+        self._guard = StepGuard()
+        self._sums: Tensor | None = None  # loss, supervised tokens and slots of this optimizer step
+        self._sample_ids: list[int] = []
+        # Buffers are the same on every rank; DDP would broadcast them, embeddings and all, at every step.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Eagle3Batch, batch_idx: int) -> Tensor:
+        """The loss *summed* over supervised tokens; `configure_gradient_clipping` divides by their global count."""
+        plan = _plan(batch)
+        logged = self._logged
+        loss = self._zero_loss()
+        if plan.num_pairs:
+            head = self.unroll(batch, want_best=logged)
+            loss = head.loss
+            if logged:
+                self.train_metrics.update(self._score(batch, head))
+        self._count(loss, plan, batch.sample_ids)
+        return loss
+
+    def unroll(self, batch: Eagle3Batch, want_best: bool = False) -> HeadOutput:
+        """Test-time training on one batch, see `ttt_loss`.
+
+        Args:
+            batch: packed documents with their plan, on the module's device.
+            want_best: also return the draft's best tokens.
+        """
+        weight, info = self.draft.fc.weight, self.target_info
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        teacher_head = None if self.teacher_head is None else self.teacher_head.weight
+        return ttt_loss(
+            self.draft,
+            batch,
+            _plan(batch),
+            self.loss,
+            dtype,
+            teacher_head,
+            info.logit_scale,
+            info.logit_softcap,
+            want_best,
+        )
+
+    @property
+    def _logged(self) -> bool:
+        """Whether the optimizer step under way is one that Lightning logs."""
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return (self.global_step + 1) % interval == 0
+
+    def _zero_loss(self) -> Tensor:
+        """A loss without supervision that still gives every parameter a gradient, so that no rank falls out of step."""
+        return sum(
+            (p.sum() * 0.0 for p in self.draft.parameters() if p.requires_grad), torch.zeros((), device=self.device)
+        )
+
+    @torch.no_grad()
+    def _score(self, batch: Eagle3Batch, head: HeadOutput) -> Scores:
+        assert head.best is not None
+        plan = _plan(batch)
+        return scores(
+            plan,
+            head.kl,
+            head.best,
+            self.teacher_best(batch.teacher[plan.supervised]),
+            self.draft.draft_token_ids,
+            self.draft.t2d,
+            batch.ids,
+            batch.doc,
+        )
+
+    @torch.no_grad()
+    def teacher_best(self, last: Float[Tensor, "S H"]) -> Int[Tensor, " S"]:
+        """The target's best token over its whole vocabulary.
+
+        Args:
+            last: the target's last hidden states, after its final norm.
+        """
+        best = torch.full((len(last),), -1, device=last.device)
+        score = torch.full((len(last),), float("-inf"), device=last.device)
+        rows = max(1, _BEST_CHUNK_ELEMENTS // max(1, len(last)))
+        for start, part in enumerate(self.target_head.split(rows)):
+            part = part.to(last.device, non_blocking=True)
+            found, where = (last.to(part.dtype) @ part.t()).float().max(dim=-1)
+            best = torch.where(found > score, where + start * rows, best)
+            score = torch.maximum(found, score)
+        return best
+
+    @property
+    def target_head(self) -> Float[Tensor, "V H"]:
+        """The target's lm_head; only logged steps need all of it, so unless it is the embedding it is on the host."""
+        return self.draft.embed_tokens.weight if self._host_head is None else self._host_head
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Plan the batch while it is on the host, then start its copy without waiting for it."""
+        if not isinstance(batch, Eagle3Batch):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        check_batch(batch, self.draft.config)
+        plan = plan_unroll(batch, self.loss.ttt_steps)
+        return replace(batch.to(device, non_blocking=True), plan=plan.to(device, non_blocking=True))
+
+    def validation_step(self, batch: Eagle3Batch, batch_idx: int) -> None:
+        """Add one batch to the validation metrics."""
+        if _plan(batch).num_pairs:
+            self.val_metrics.update(self._score(batch, self.unroll(batch, want_best=True)))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation metrics and start anew."""
+        named = self.val_metrics.compute()
+        self.log_dict({f"val/{name}": value for name, value in named.items()}, prog_bar=False)
+        self.val_metrics.reset()
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def _count(self, loss: Tensor, plan: UnrollPlan, sample_ids: list[int]) -> None:
+        if self._sums is None:
+            self._sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
+        self._sums[0] += loss.detach()
+        self._sums[1] += plan.num_supervised
+        self._sums[2] += plan.num_slots
+        self._sample_ids += sample_ids
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Normalize the gradients of an optimizer step by its supervised tokens on all ranks, and clip them."""
+        if gradient_clip_algorithm == "value":
+            raise ConfigError(
+                "trainer.gradient_clip_algorithm",
+                "value",
+                "gradients are clipped by their global norm",
+                "Leave it out, or give norm.",
+            )
+        assert self._sums is not None
+        sums, world = self._sums, self.trainer.world_size
+        if world > 1:
+            dist.all_reduce(sums)
+        loss, supervised, slots = sums
+        self.totals += torch.stack([slots, supervised])
+        # Lightning divided each micro-batch's loss by their number, and DDP averaged the ranks' gradients.
+        factor = world * self.trainer.accumulate_grad_batches / supervised.clamp(min=1.0)
+        norm = scale_gradients(optimizer, factor, gradient_clip_val)
+        self._guard.check(optimizer, loss, supervised, self.global_step, self._sample_ids)
+        if self._logged:
+            self._log_training(norm)
+        self._sums, self._sample_ids = None, []
+
+    def _log_training(self, grad_norm: Tensor) -> None:
+        named = {f"train/{name}": value for name, value in self.train_metrics.compute().items()}
+        self.train_metrics.reset()
+        named["train/grad_norm"] = grad_norm.float()
+        named["train/lr"] = torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"])
+        slots, supervised = self.totals.tolist()
+        named["train/tokens"] = torch.tensor(slots)
+        named["train/tokens_supervised"] = torch.tensor(supervised)
+        self.log_dict(named)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop if a step whose flag has arrived was not finite."""
+        self._guard.poll()
+
+    def on_train_epoch_end(self) -> None:
+        """Stop if any step was not finite, before an epoch counts as done."""
+        self._guard.poll(wait=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW or Muon, and the schedule by optimizer step."""
+        optimizer = build_optimizer(self.optim_options, self.draft)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(self.optim_options, self.trainer.max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ---- start and resume --------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read the target's matrices, before the module moves to its device."""
+        if self.trainer.precision not in _PRECISIONS:
+            raise ConfigError(
+                "trainer.precision",
+                self.trainer.precision,
+                "the optimizer needs float32 weights",
+                f"Use one of {', '.join(_PRECISIONS)}.",
+            )
+        self.load_target()
+
+    def load_target(self) -> None:
+        """Fill the frozen matrices that no checkpoint holds, once."""
+        if self._target_loaded:
+            return
+        self.draft.embed_tokens.weight.copy_(load_embeddings(self.target_info))
+        if not self.target_info.tie_word_embeddings:
+            head = load_lm_head(self.target_info, None)
+            self._host_head = head.pin_memory() if torch.cuda.is_available() else head
+        self._target_loaded = True
+        self._fill_teacher_head()
+
+    def on_fit_start(self) -> None:
+        """On a fresh run, measure vocabulary and feature scale on the first samples and start the head from them."""
+        if not self._calibrated:
+            self.calibrate(self.trainer.datamodule.calibrate())  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def calibrate(self, calibration: Calibration) -> None:
+        """Set draft vocabulary, feature scale and head, in place.
+
+        Args:
+            calibration: of the run's first samples, the same on every rank.
+        """
+        config = self.draft.config
+        if not config.full_vocab:
+            d2t = choose_draft_vocab(calibration, config.draft_vocab_size, self.target_info.eos_token_ids)
+            self.vocab_coverage = coverage(calibration, d2t)
+            self.draft.set_vocab(d2t)
+        else:
+            self.vocab_coverage = 1.0
+        if config.feature_scale:
+            self.draft.set_feature_rms(calibration.feature_rms)
+        self.draft.lm_head.weight.copy_(self._target_rows())
+        self._calibrated = True
+        self._fill_teacher_head()
+
+    def _fill_teacher_head(self) -> None:
+        if self.teacher_head is not None and self._target_loaded:
+            self.teacher_head.weight.copy_(self._target_rows())
+
+    def _target_rows(self) -> Float[Tensor, "D H"]:
+        """The target's lm_head rows of the draft vocabulary."""
+        return self.target_head[self.draft.draft_token_ids.to(self.target_head.device)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record what the weights belong to; refuse to save a run that a late flag would have stopped."""
+        self._guard.poll(wait=True)
+        checkpoint["eagle3"] = {
+            "target_fingerprint": self.target_info.fingerprint,
+            "target_name": self.target_info.name,
+            "draft": self.draft.config.as_dict(),
+            "aux_layers": list(self.layers.aux),
+            "last_layer": self.layers.last,
+            "vocab_coverage": self.vocab_coverage,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another target, of other layers or of another draft.
+
+        Raises:
+            ConfigError: see above, or a file that this module did not write.
+        """
+        if fault := record_fault(checkpoint):
+            raise ConfigError("ckpt_path", "checkpoint", fault, REMEDY)
+        record = checkpoint["eagle3"]
+        if record["target_fingerprint"] != self.target_info.fingerprint:
+            raise ConfigError(
+                "ckpt_path",
+                record["target_name"],
+                f"the checkpoint belongs to another target than {self.target_info.name}",
+                "Give the target it was trained on, or start a new run.",
+            )
+        for option, then, now in (
+            ("model.draft", record["draft"], self.draft.config.as_dict()),
+            ("target.layers", record["aux_layers"], list(self.layers.aux)),
+        ):
+            if then != now:
+                raise ConfigError(
+                    option,
+                    _difference(now, then),
+                    f"the checkpoint was trained with {_difference(then, now)}",
+                    "Use the checkpoint's own settings, or start a new run.",
+                )
+        self.vocab_coverage = record["vocab_coverage"]
+        self._calibrated = True
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load, then bring the teacher's rows in line with the draft vocabulary that was loaded."""
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._fill_teacher_head()
+        return result
+
+
+def _plan(batch: Eagle3Batch) -> UnrollPlan:
+    assert batch.plan is not None, "transfer_batch_to_device makes the plan"
+    return batch.plan
+
+
+def check_batch(batch: Eagle3Batch, config: DraftConfig) -> None:
+    """Refuse a batch that does not fit the draft.
+
+    Raises:
+        ConfigError: names the field, its value and what would do.
+    """
+    num_slots = batch.ids.shape[0]
+    wanted = {
+        "features": (num_slots, config.num_aux, config.hidden_size),
+        "teacher": (num_slots, config.hidden_size),
+        "mask": (num_slots,),
+        "doc": (num_slots,),
+        "pos": (num_slots,),
+    }
+    for name, shape in wanted.items():
+        if (found := tuple(getattr(batch, name).shape)) != shape:
+            raise ConfigError(
+                f"batch.{name}",
+                found,
+                "its shape does not fit the draft and the other fields",
+                f"It should be {shape}.",
+            )
+    if batch.mask.dtype != torch.bool:
+        raise ConfigError("batch.mask", batch.mask.dtype, "a mask says yes or no", "Give torch.bool.")
+    if num_slots and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < config.vocab_size:
+        raise ConfigError(
+            "batch.ids",
+            [int(batch.ids.min()), int(batch.ids.max())],
+            f"a token id is outside the target's vocabulary of {config.vocab_size}",
+            "Check that the prompts were tokenized for this target.",
+        )
+
+
+def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module:
+    """A trained module on the CPU, without a Trainer, for export and analysis.
+
+    Args:
+        ckpt: a Lightning checkpoint.
+        target: where the target lies now; None takes what the checkpoint says.
+
+    Raises:
+        ConfigError: no such file, a file of another kind, or a target that is not the checkpoint's.
+    """
+    saved = read_checkpoint(ckpt)
+    try:
+        hparams, state = saved["hyper_parameters"], saved["state_dict"]
+        options = (
+            target or _from_dict(TargetOptions, hparams["target"]),
+            _from_dict(DraftOptions, hparams["draft"]),
+            _from_dict(LossOptions, hparams["loss"]),
+            _from_dict(OptimOptions, hparams["optim"]),
+        )
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"its options or weights are missing or odd ({reason(error)})"
+        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
+    module = Eagle3Module(*options)
+    module.on_load_checkpoint(saved)
+    try:
+        module.load_state_dict(state)
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        problem = f"its weights do not fit the draft ({reason(error)})"
+        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
+    module.load_target()
+    return module.eval()
+
+
+def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
+    known = {f.name for f in fields(cls)}
+    return cls(**{k: tuple(v) if k == "betas" else v for k, v in values.items() if k in known})
+
+
+def _difference(a: Any, b: Any) -> Any:
+    """What of `a` is not so in `b`."""
+    return {k: v for k, v in a.items() if b.get(k) != v} if isinstance(a, dict) else a

@@ -1,0 +1,114 @@
+"""Draft vocabulary, feature scale and rotary tables."""
+
+import pytest
+import torch
+
+from eagle3_lightning.draft.rope import Rope
+from eagle3_lightning.draft.vocab import Calibration, Calibrator, choose_draft_vocab, coverage
+from eagle3_lightning.errors import ConfigError, SampleError
+
+
+def calibration(response: list[int], prompt: list[int]) -> Calibration:
+    return Calibration(torch.tensor(response), torch.tensor(prompt), torch.ones(3, 2), sum(response) + sum(prompt))
+
+
+def chosen(d2t: torch.Tensor) -> list[int]:
+    return (d2t + torch.arange(len(d2t))).tolist()
+
+
+def test_responses_and_prompts_count_together_and_ties_go_to_the_smaller_id() -> None:
+    cal = calibration([0, 5, 1, 0, 0, 1], [0, 0, 1, 3, 0, 1])
+    assert chosen(choose_draft_vocab(cal, 2)) == [1, 3]
+    assert chosen(choose_draft_vocab(cal, 3)) == [1, 2, 3]  # 2 and 5 were both seen twice
+    assert chosen(choose_draft_vocab(cal, 5)) == [0, 1, 2, 3, 5]  # none seen: 0 before 4
+
+
+def test_tokens_that_end_a_turn_are_always_in() -> None:
+    cal = calibration([9, 5, 1, 0], [0, 0, 0, 0])
+    assert chosen(choose_draft_vocab(cal, 2, always=(3,))) == [0, 3]
+    with pytest.raises(ConfigError, match="draft_vocab_size = 1"):
+        choose_draft_vocab(cal, 1, always=(2, 3))
+    with pytest.raises(ConfigError, match="draft_vocab_size = 5"):
+        choose_draft_vocab(cal, 5)
+
+
+def test_coverage_is_of_responses() -> None:
+    cal = calibration([6, 2, 2, 0], [0, 0, 0, 50])
+    d2t = choose_draft_vocab(cal, 2)
+    assert chosen(d2t) == [0, 3]
+    assert coverage(cal, d2t) == pytest.approx(0.6)
+
+
+def test_calibrator_counts_spans_and_leaves_the_first_position_out() -> None:
+    calibrator = Calibrator(vocab_size=5, num_aux=3, hidden_size=2)
+    aux = torch.full((3, 3, 2), 2.0)
+    aux[0] = 24960.0  # the attention sink
+    aux[2, 1, 0] = 4.0
+    calibrator.add([1, 2, 3, 3], [(2, 4)], aux)
+    calibrator.add([4], [], torch.full((1, 3, 2), 100.0))
+    result = calibrator.result()
+    assert result.prompt_counts.tolist() == [0, 1, 1, 0, 1]
+    assert result.response_counts.tolist() == [0, 0, 0, 2, 0]
+    assert result.num_tokens == 5
+    expected = torch.full((3, 2), 2.0)
+    expected[1, 0] = ((4.0 + 16.0) / 2) ** 0.5
+    torch.testing.assert_close(result.feature_rms, expected)
+
+
+def test_nothing_to_calibrate_on_and_nan_are_refused() -> None:
+    calibrator = Calibrator(5, 3, 2)
+    with pytest.raises(ConfigError, match="calibration_tokens"):
+        calibrator.result()
+    with pytest.raises(SampleError, match="not finite"):
+        calibrator.add([1, 2], [], torch.full((2, 3, 2), float("nan")))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 50000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    ],
+    ids=["default", "partial", "linear", "llama3", "yarn_mscale", "yarn"],
+)
+def test_frequencies_are_those_of_transformers(rope: dict[str, object]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=dict(rope), max_position_embeddings=131072
+    )
+    ours = Rope(rope, 64, 131072)  # type: ignore[arg-type]
+    if rope["rope_type"] == "default":
+        dim = ours.rotary_dim
+        wanted, amplitude = 1.0 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim), 1.0
+    else:
+        wanted, amplitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    assert len(ours.inv_freq) == int(64 * rope.get("partial_rotary_factor", 1.0)) // 2  # type: ignore[call-overload]
+    torch.testing.assert_close(ours.inv_freq.float(), wanted, rtol=1e-5, atol=1e-12)
+    assert ours.amplitude == pytest.approx(amplitude)
+
+
+def test_an_unknown_rotary_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="longrope"):
+        Rope({"rope_type": "longrope"}, 64, 4096)
