@@ -1,0 +1,185 @@
+"""Opens the data of a run: prompts with vLLM behind them, prompts with a store, or stored states alone."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+import msgspec
+import torch
+
+from eagle3_lightning.data_feed import DiskFeed, Loader, QueueFeed, is_complete
+from eagle3_lightning.layers import LayerPlan
+from eagle3_lightning.options import (
+    BatchOptions,
+    CacheOptions,
+    EngineOptions,
+    PromptOptions,
+    QueueOptions,
+    SamplingOptions,
+    TargetOptions,
+)
+from eagle3_lightning.prompts.requests import RequestStream
+from eagle3_lightning.prompts.setup import TRAIN, check_lengths, open_prompts, own_prompts
+from eagle3_lightning.prompts.sources import as_sources
+from eagle3_lightning.prompts.states import StateStream, open_states
+from eagle3_lightning.stream.files import FinalNorm
+from eagle3_lightning.stream.foreign import holds_states
+from eagle3_lightning.stream.messages import Stream
+from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
+from eagle3_lightning.stream.store import SampleStore, StoreFacts
+from eagle3_lightning.target import TargetInfo, load_final_norm
+
+if TYPE_CHECKING:
+    from eagle3_lightning.extract.supervisor import Extractor
+
+AnyFeed = DiskFeed | QueueFeed
+AnyStream = RequestStream | StateStream
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The options of a data module, all in one.
+
+    Attributes:
+        target: the model whose states are made.
+        prompts: what it is asked.
+        sampling: how it answers.
+        engine: how vLLM runs it.
+        queue: the memory between the two.
+        batch: how samples become batches.
+        cache: where made samples are kept on disk.
+        run_dir: where vLLM's log and prompts of its own go.
+        seed: of the order of the prompts and of the sampling.
+    """
+
+    target: TargetOptions
+    prompts: PromptOptions
+    sampling: SamplingOptions
+    engine: EngineOptions
+    queue: QueueOptions
+    batch: BatchOptions
+    cache: CacheOptions
+    run_dir: Path | None
+    seed: int
+
+
+def sampling_fingerprint(sampling: SamplingOptions) -> str:
+    """Changes when mode or sampling do."""
+    return hashlib.sha256(repr(sampling).encode()).hexdigest()
+
+
+class DataOpener:
+    """Decides what a run needs, and opens it.
+
+    Attributes:
+        extractor: vLLM's, on rank 0, if it was started; the caller closes it.
+    """
+
+    def __init__(
+        self,
+        options: DataOptions,
+        info: TargetInfo,
+        layers: LayerPlan,
+        trainer: "pl.Trainer | None",
+        make_extractor: "Callable[[Path, int], Extractor]",
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            options: of the run.
+            info: the target.
+            layers: that are captured.
+            trainer: its ranks share what is opened.
+            make_extractor: run directory and number of ranks to an Extractor.
+        """
+        self._options, self._info, self._layers = options, info, layers
+        self._trainer, self._make_extractor = trainer, make_extractor
+        self._dtype: torch.dtype = getattr(
+            torch, info.dtype if options.engine.dtype == "auto" else options.engine.dtype
+        )
+        self.extractor: Extractor | None = None
+
+    def open(self) -> tuple[dict[Stream, AnyStream], AnyFeed]:
+        """Streams of samples, and the feed that they come from.
+
+        Raises:
+            ConfigError: anything that can be known to be wrong before vLLM starts.
+            ProducerError: vLLM did not start.
+        """
+        return self._open_states() or self._open_prompts()
+
+    def _open_states(self) -> tuple[dict[Stream, AnyStream], AnyFeed] | None:
+        """A feed of states that were stored before, if that is what the sources are; vLLM is not needed then."""
+        sources = as_sources(self._options.prompts.train, TRAIN)
+        if not any(holds_states(Path(source.path).expanduser()) for source in sources):
+            return None
+        norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
+        streams = open_states(
+            self._options.target, self._info, self._layers, self._options.prompts, norm, self._dtype, self._options.seed
+        )
+        feed = DiskFeed(
+            lambda stream, index: streams[stream].load(index),
+            self._options.batch.pack_tokens,
+            self._options.queue.max_dropped_share,
+        )
+        return dict(streams), feed
+
+    def _open_prompts(self) -> tuple[dict[Stream, AnyStream], AnyFeed]:
+        """A feed of samples that vLLM makes of prompts; of the store alone, if all of them are there already."""
+        check_lengths(self._info, self._options.engine, self._options.sampling)
+        o = self._options
+        prompts = own_prompts(o.target, self._info, o.prompts, o.engine, o.run_dir, self._trainer)
+        streams = open_prompts(o.target, self._info, prompts, o.sampling, o.engine, o.queue, o.batch, o.seed)
+        store, disk = self._open_store(streams)
+        if store is not None and disk is not None and is_complete(store, streams, o.prompts.max_val_samples):
+            _log.info("every sample is in %s: vLLM is not started", store.directory)
+            return dict(streams), disk
+        assert self._trainer is not None
+        queue = self._open_queue()
+        alone = self._trainer.world_size == 1  # other ranks may still read the arena when this one is through
+        return dict(streams), QueueFeed(queue, self.extractor, streams, store, disk, release_engine=alone)
+
+    def _open_store(self, streams: dict[Stream, RequestStream]) -> tuple[SampleStore | None, DiskFeed | None]:
+        if self._options.cache.dir is None:
+            return None, None
+        chat = streams["train"].chat.fingerprint()
+        rows = "/".join(streams[stream].rows_fingerprint() for stream in sorted(streams))
+        dtype = str(self._dtype).removeprefix("torch.") if self._options.cache.dtype == "target" else "fp8"
+        facts = StoreFacts(
+            target=self._info.fingerprint,
+            aux_layers=self._layers.aux,
+            last_layer=self._layers.last,
+            hidden_size=self._info.hidden_size,
+            dtype=dtype,
+            tokenizer=chat["tokenizer"],
+            template=chat["template"],
+            prompts=rows,
+            sampling=sampling_fingerprint(self._options.sampling),
+        )
+        norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
+        store = SampleStore(self._options.cache, facts, norm, self._dtype)
+        load: Loader = lambda stream, index: store.load(stream, streams[stream].row_id(index), index)  # noqa: E731
+        return store, DiskFeed(load, self._options.batch.pack_tokens, self._options.queue.max_dropped_share)
+
+    def _open_queue(self) -> SampleQueue:
+        """Start vLLM on rank 0 and join its queue on every rank."""
+        assert self._trainer is not None
+        rank, world_size = self._trainer.global_rank, self._trainer.world_size
+        packed = b""
+        if rank == 0:
+            run_dir = self._options.run_dir or Path(tempfile.mkdtemp(prefix="eagle3-"))
+            self.extractor = self._make_extractor(run_dir, world_size)
+            self.extractor.start()
+            packed = msgspec.json.encode(self.extractor.handle)
+        if world_size > 1:
+            packed = self._trainer.strategy.broadcast(packed, src=0)
+        if self.extractor is not None:
+            return self.extractor.queue(0)
+        return SampleQueue.connect(msgspec.json.decode(packed, type=QueueHandle), rank, os.getpid())

@@ -1,0 +1,1 @@
+"""Prompts: files, chat templates, what is supervised."""

@@ -1,0 +1,104 @@
+"""`eagle3 prompts preview` and `eagle3 prompts synthesize`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_lightning.arguments import StrictParser
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import (
+    BatchOptions,
+    EngineOptions,
+    PromptOptions,
+    QueueOptions,
+    SamplingOptions,
+    SynthesisOptions,
+    TargetOptions,
+)
+
+_USAGE = """usage: eagle3 prompts preview --target.path T --prompts.train FILE [options]
+       eagle3 prompts synthesize --target.path T --out FILE [options]"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `eagle3 prompts ...`."""
+    commands = {"preview": preview, "synthesize": synthesize}
+    if len(argv) < 2 or argv[1] not in commands:
+        print(f"{_USAGE}\n(each with --help for its options)", file=sys.stderr)
+        return 0 if argv[1:] in (["--help"], ["-h"]) else 2
+    return commands[argv[1]](argv[2:])
+
+
+def preview(argv: Sequence[str]) -> int:
+    """Decode the first samples; no vLLM is started."""
+    parser = StrictParser(
+        prog="eagle3 prompts preview",
+        description="Shows the first samples as they are given to vLLM, with the supervised tokens marked.",
+    )
+    _add_options(parser, prompts=PromptOptions, sampling=SamplingOptions, engine=EngineOptions, batch=BatchOptions)
+    parser.add_argument("--number", type=int, default=4, help="samples to show")
+    parser.add_argument("--html", type=Path | None, default=None, metavar="FILE", help="write a page there as well")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, as --seed_everything of the fit")
+    options = parser.instantiate(parser.parse_args(argv))
+    if options.html is not None:
+        _check_place("--html", options.html)
+    from rich.console import Console
+
+    from eagle3_lightning.prompts.preview import preview_requests, print_previews, to_html
+    from eagle3_lightning.prompts.setup import open_prompts
+    from eagle3_lightning.target import inspect_target
+
+    info = inspect_target(options.target)
+    streams = open_prompts(options.target, info, options.prompts, options.sampling, options.engine, QueueOptions(),
+                           options.batch, options.seed)  # fmt: skip
+    previews = preview_requests(streams["train"], min(options.number, streams["train"].epoch_size))
+    print_previews(previews, Console())
+    if options.html is not None:
+        options.html.write_text(to_html(previews), encoding="utf-8")
+        print(f"wrote {options.html}")
+    return 0
+
+
+def synthesize(argv: Sequence[str]) -> int:
+    """Let the target write prompts."""
+    parser = StrictParser(
+        prog="eagle3 prompts synthesize",
+        description="The target writes its own prompts: its chat template up to the user's turn is all it is given.",
+    )
+    _add_options(parser, synthesis=SynthesisOptions, engine=EngineOptions)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL to write; must not exist")
+    options = parser.instantiate(parser.parse_args(argv))
+    _check_place("--out", options.out)
+    from eagle3_lightning.prompts.synthesis import synthesize_prompts
+    from eagle3_lightning.target import inspect_target
+
+    report = synthesize_prompts(
+        options.target, inspect_target(options.target), options.synthesis, options.engine, options.out
+    )
+    print(f"wrote {report.kept} prompts to {options.out}\n{report}")
+    return 0
+
+
+def _check_place(option: str, file: Path) -> None:
+    """Refuse a file that could not be written once the work is done.
+
+    Raises:
+        ConfigError: it is a directory, or it would lie where nothing can be written.
+    """
+    directory, problem = file.parent, None
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not directory.is_dir():
+        problem = f"there is no directory {directory}"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        problem = f"{directory} cannot be written"
+    if problem:
+        raise ConfigError(option, str(file), problem, "Name a file that can be written.")
+
+
+def _add_options(parser: StrictParser, **groups: Any) -> None:
+    for name, options in {"target": TargetOptions, **groups}.items():
+        parser.add_class_arguments(options, name)
+    parser.add_argument("--config", action="config", help="a YAML file with these options")

@@ -1,0 +1,201 @@
+"""JSONL and JSON files of prompts, with random access by row, in memory that does not grow with a JSONL file.
+
+A JSONL file is read once at the start: every line is decoded, so that broken ones are known by number before vLLM
+starts, and byte offsets of every n-th line are kept (n doubles when there are too many). Rows are then read from disk
+when needed.
+"""
+
+import hashlib
+import json
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.prompts.records import Record, RecordError, parse_record
+
+_MAX_OFFSETS = 65_536
+MAX_CHECKED_RECORDS = 100_000  # deeper checks than JSON cost a second per million
+MAX_NAMED_FAULTS = 5
+
+# Decides from a row's bytes whether it belongs to the rows that are asked for (the train/validation split).
+Keep = Callable[[bytes], bool]
+
+
+@dataclass
+class Faults:
+    """Rows that cannot be used: how many, and the first few by name."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: RecordError) -> None:
+        """Count one."""
+        self.count += 1
+        if len(self.first) < MAX_NAMED_FAULTS:
+            self.first.append(str(error))
+
+
+class JsonlSource:
+    """A file with one JSON object per line."""
+
+    def __init__(
+        self, path: Path, option: str, keep: Keep | None = None, fields: Mapping[str, str] | None = None
+    ) -> None:
+        """Scan the file.
+
+        Args:
+            path: the file.
+            option: the option that named it, for messages.
+            keep: which lines belong to this source; None is all.
+            fields: see `parse_record`.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        self.label, self.path = str(path), path
+        self._fields = dict(fields or {})
+        self._stride, self._offsets, self._num_lines = 1, [0], 0
+        self._left_out = array("q")  # blank lines and those of the other split, ascending
+        self.faults = Faults()
+        self._lock = threading.Lock()
+        try:
+            self._file: BinaryIO = path.open("rb")
+            self._fingerprint = self._scan(keep)
+        except OSError as error:
+            raise ConfigError(option, self.label, f"it cannot be read ({error.strerror})", "Check the path.") from error
+
+    def __len__(self) -> int:
+        """Lines that are neither blank nor of the other split."""
+        return self._num_lines - len(self._left_out)
+
+    def read(self, row: int) -> Record:
+        """Decode one line.
+
+        Raises:
+            RecordError: it is not JSON or not a known format.
+        """
+        line_number = self._line_of(row)
+        with self._lock:
+            self._file.seek(self._offsets[line_number // self._stride])
+            for _ in range(line_number % self._stride):
+                self._file.readline()
+            line = self._file.readline()
+        return self._parse(line, line_number)
+
+    def fingerprint(self) -> str:
+        """Of the bytes of the lines that belong to this source."""
+        return self._fingerprint
+
+    def _line_of(self, row: int) -> int:
+        """Line of a row: the row plus the left-out lines before it."""
+        # left_out[k] - k rows come before left-out line k.
+        return row + bisect_right(_Shifted(self._left_out), row)
+
+    def _scan(self, keep: Keep | None) -> str:
+        digest, offset, checked = hashlib.blake2b(digest_size=16), 0, 0
+        for number, line in enumerate(self._file):
+            if number % self._stride == 0 and number:
+                self._offsets.append(offset)
+                if len(self._offsets) > _MAX_OFFSETS:
+                    self._offsets, self._stride = self._offsets[::2], self._stride * 2
+            offset += len(line)
+            self._num_lines = number + 1
+            if line.isspace() or (keep is not None and not keep(line)):
+                self._left_out.append(number)
+                continue
+            digest.update(line)
+            checked += 1
+            try:
+                if checked <= MAX_CHECKED_RECORDS:
+                    self._parse(line, number)
+                else:
+                    self._decode(line, number)
+            except RecordError as error:
+                self.faults.add(error)
+        return digest.hexdigest()
+
+    def _parse(self, line: bytes, number: int) -> Record:
+        return parse_record(self._decode(line, number), self._where(number), self._fields)
+
+    def _decode(self, line: bytes, number: int) -> Any:
+        try:
+            return msgspec.json.decode(line)
+        except (msgspec.DecodeError, RecursionError):
+            try:  # the standard library takes lone surrogates, which the record's own check then names
+                return json.loads(line)
+            except RecursionError as error:
+                raise RecordError(self._where(number), "it is nested too deeply") from error
+            except ValueError as error:
+                raise RecordError(self._where(number), f"it is not JSON ({error})") from error
+
+    def _where(self, number: int) -> str:
+        return f"{self.label}, line {number + 1}"
+
+
+class _Shifted:
+    """The view left_out[k] - k of ascending numbers, which is what `bisect` needs and nobody should copy."""
+
+    def __init__(self, left_out: "array[int]") -> None:
+        self._left_out = left_out
+
+    def __len__(self) -> int:
+        return len(self._left_out)
+
+    def __getitem__(self, k: int) -> int:
+        return self._left_out[k] - k
+
+
+class JsonSource:
+    """A file with one JSON array of objects; kept in memory."""
+
+    def __init__(
+        self, path: Path, option: str, keep: Keep | None = None, fields: Mapping[str, str] | None = None
+    ) -> None:
+        """Load the file. See `JsonlSource`."""
+        self.label, self.path = str(path), path
+        self._fields = dict(fields or {})
+        self.faults = Faults()
+        try:
+            content = json.loads(path.read_bytes())
+            encoded = [(number, json.dumps(row, sort_keys=True).encode()) for number, row in enumerate(content)]
+        except OSError as error:
+            raise ConfigError(option, self.label, f"it cannot be read ({error.strerror})", "Check the path.") from error
+        except RecursionError as error:
+            raise ConfigError(
+                option, self.label, "it is nested too deeply", "Write one JSON object per line, without deep nesting."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                option,
+                self.label,
+                f"it starts like a JSON array and is not JSON ({error})",
+                "Repair the file, or write one JSON object per line.",
+            ) from error
+        kept = [(number, data) for number, data in encoded if keep is None or keep(data)]
+        self._rows = [(number, content[number]) for number, _ in kept]
+        self._fingerprint = hashlib.blake2b(b"\n".join(data for _, data in kept), digest_size=16).hexdigest()
+        for row in range(len(self._rows)):
+            try:
+                self.read(row)
+            except RecordError as error:
+                self.faults.add(error)
+
+    def __len__(self) -> int:
+        """Number of objects in the array that belong to this split."""
+        return len(self._rows)
+
+    def read(self, row: int) -> Record:
+        """One object. Raises RecordError if its format is not known."""
+        number, raw = self._rows[row]
+        return parse_record(raw, f"{self.label}, item {number + 1}", self._fields)
+
+    def fingerprint(self) -> str:
+        """Of the objects that belong to this source."""
+        return self._fingerprint

@@ -1,0 +1,132 @@
+"""Where prompts come from: opens what the options name, splits it, and counts what cannot be used."""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import SourceOptions
+from eagle3_lightning.prompts.files import MAX_NAMED_FAULTS, Faults, JsonlSource, JsonSource, Keep
+from eagle3_lightning.prompts.records import Record
+from eagle3_lightning.prompts.tables import StreamSource, TableSource
+
+SELF = "self"
+_TABLE_SUFFIXES = (".parquet", ".arrow")
+_log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Rows with random access."""
+
+    label: str
+    faults: Faults
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def read(self, row: int) -> Record:
+        """Row number `row`. Raises RecordError if it cannot be used."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when the rows do."""
+        ...
+
+
+AnySource = Source | StreamSource
+
+
+def as_sources(value: Sequence[str | Path | SourceOptions] | str | Path, option: str) -> list[SourceOptions]:
+    """What the user wrote for `train` or `val`, as a list of sources.
+
+    Raises:
+        ConfigError: text that was meant to be a source but has an unknown key.
+    """
+    items = [value] if isinstance(value, str | Path) else list(value)
+    sources = [item if isinstance(item, SourceOptions) else SourceOptions(str(item)) for item in items]
+    for source in sources:
+        if source.path.lstrip().startswith(("{", "[")):
+            raise ConfigError(option, source.path, "it is neither a path nor a source with known keys",
+                              f"The keys are {', '.join(SourceOptions.__dataclass_fields__)}.")  # fmt: skip
+    return sources
+
+
+def open_source(options: SourceOptions, option: str, keep: Keep | None = None, seed: int = 0) -> AnySource:
+    """Open a source by what it is.
+
+    Args:
+        options: which.
+        option: the option that named it, for messages.
+        keep: which rows belong to this split; None is all.
+        seed: of the shuffle, for streams.
+
+    Raises:
+        ConfigError: it is missing or empty, or cannot be opened.
+    """
+    path = Path(options.path).expanduser()
+    if options.streaming:
+        return StreamSource(options, option, keep, seed)
+    if path.is_file() and path.suffix not in _TABLE_SUFFIXES:
+        first = next(_first_byte(path, option), b"")
+        if not first:
+            raise ConfigError(option, str(path), "the file is empty", "Give one JSON object per line, for example "
+                              '{"messages": [{"role": "user", "content": "Hello"}]}.')  # fmt: skip
+        return (JsonSource if first == b"[" else JsonlSource)(path, option, keep, options.fields)
+    if not path.exists() and (path.suffix or options.path.startswith(("/", ".", "~")) or options.path.count("/") > 1):
+        raise ConfigError(option, options.path, "there is no such file", "Name a file of prompts, or a hub data set.")
+    if path.is_dir() and not any(path.iterdir()):
+        raise ConfigError(
+            option, options.path, "the directory is empty", "Name a directory with JSONL or Parquet files."
+        )
+    return TableSource(options, option, keep)
+
+
+def _first_byte(path: Path, option: str) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(4096):
+                if stripped := chunk.lstrip():
+                    yield stripped[:1]
+                    return
+    except OSError as error:
+        raise ConfigError(option, str(path), f"it cannot be read ({error.strerror})", "Check the path.") from error
+
+
+def split_by_hash(val_fraction: float, val: bool) -> Keep:
+    """The rows whose hash falls below `val_fraction`, or the others. The same row always falls on the same side."""
+    threshold = int(val_fraction * 2**64)
+
+    def keep(line: bytes) -> bool:
+        digest = hashlib.blake2b(line.strip(), digest_size=8).digest()
+        return (int.from_bytes(digest, "big") < threshold) is val
+
+    return keep
+
+
+def check_faults(sources: Sequence[AnySource], option: str, max_share: float) -> None:
+    """Warn of rows that cannot be used; refuse the data when they are too many or nothing is left.
+
+    Raises:
+        ConfigError: no usable row, or more than `max_share` of the rows unusable.
+    """
+    sized = [source for source in sources if not isinstance(source, StreamSource)]
+    if not sized:
+        return
+    rows = sum(len(source) for source in sized)
+    faults = sum(source.faults.count for source in sized)
+    named = "; ".join([text for source in sized for text in source.faults.first][:MAX_NAMED_FAULTS])
+    labels = ", ".join(source.label for source in sized)
+    if rows == 0:
+        raise ConfigError(option, labels, "it holds no samples", "Add prompts, or change data.prompts.val_fraction.")
+    if faults == rows or faults > max_share * rows:
+        raise ConfigError(
+            option,
+            labels,
+            f"{faults} of {rows} rows cannot be used: {named}",
+            "Repair them, or raise data.queue.max_dropped_share to train without them.",
+        )
+    if faults:
+        _log.warning("%d of %d rows of %s cannot be used and will be dropped: %s", faults, rows, labels, named)

@@ -1,0 +1,98 @@
+"""Stored states as streams of samples, in place of prompts: the same order, split and epochs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.layers import LayerPlan
+from eagle3_lightning.options import PromptOptions, TargetOptions
+from eagle3_lightning.prompts.chat import ChatTokenizer
+from eagle3_lightning.prompts.order import SampleOrder
+from eagle3_lightning.prompts.setup import TRAIN, VAL, VAL_SEED, source_weights
+from eagle3_lightning.prompts.sources import as_sources, split_by_hash
+from eagle3_lightning.stream.files import FinalNorm, StoredSample
+from eagle3_lightning.stream.foreign import PtSample, StateSource, holds_states
+from eagle3_lightning.stream.messages import Dropped, Stream
+from eagle3_lightning.target import TargetInfo
+
+
+class StateStream:
+    """The stored samples of one stream, by index."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        sources: Sequence[tuple[StateSource, list[int]]],
+        weights: Sequence[float] | None,
+        chat: ChatTokenizer,
+        seed: int,
+    ) -> None:
+        """Put the sources in order.
+
+        Args:
+            stream: train or val.
+            sources: each with the rows that belong to this stream.
+            weights: relative shares; None is in proportion to the sizes.
+            chat: decodes token ids, for previews.
+            seed: of the shuffle.
+        """
+        self._stream: Stream = stream
+        self._sources, self._seed, self.chat = list(sources), seed, chat
+        self.order = SampleOrder([len(rows) for _, rows in sources], weights, seed)
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples of one pass."""
+        return self.order.epoch_size
+
+    def fingerprint(self) -> str:
+        """Changes when the files or their order do."""
+        return "/".join([*(source.fingerprint() for source, _ in self._sources), f"{self.epoch_size}/{self._seed}"])
+
+    def load(self, index: int) -> StoredSample | PtSample | Dropped:
+        """Sample `index`, or why it cannot be used."""
+        number, position = self.order[index]
+        source, rows = self._sources[number]
+        return source.load(rows[position], self._stream, index)
+
+
+def open_states(
+    target: TargetOptions,
+    info: TargetInfo,
+    plan: LayerPlan,
+    prompts: PromptOptions,
+    norm: FinalNorm,
+    dtype: torch.dtype,
+    seed: int,
+) -> dict[Stream, StateStream]:
+    """Open directories of states as the streams `train` and, if anything is held out, `val`.
+
+    Raises:
+        ConfigError: prompts stand beside states, or states are of another target or of other layers.
+    """
+    train, val = as_sources(prompts.train, TRAIN), as_sources(prompts.val, VAL)
+    for options in (*train, *val):
+        if not holds_states(_path(options.path)):
+            raise ConfigError(TRAIN, options.path, "it stands beside stored states and holds none",
+                              "Train on one or the other.")  # fmt: skip
+    chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
+    opened = [StateSource(options, TRAIN, info, plan, norm, dtype) for options in train]
+    if val:
+        held_out = [(s, list(range(len(s)))) for s in (StateSource(o, VAL, info, plan, norm, dtype) for o in val)]
+        kept = [(source, list(range(len(source)))) for source in opened]
+    else:
+        keep = split_by_hash(prompts.val_fraction, val=False)
+        kept = [(s, [row for row in range(len(s)) if keep(str(row).encode())]) for s in opened]
+        held_out = [(s, [row for row in range(len(s)) if not keep(str(row).encode())]) for s in opened]
+    streams = {"train": StateStream("train", kept, source_weights(train, [], TRAIN), chat, seed)}
+    held_out = [(source, rows) for source, rows in held_out if rows]
+    if prompts.max_val_samples > 0 and held_out:
+        streams["val"] = StateStream("val", held_out, None, chat, VAL_SEED)
+    return streams  # type: ignore[return-value]
+
+
+def _path(path: str):  # type: ignore[no-untyped-def]
+    from pathlib import Path
+
+    return Path(path).expanduser()

@@ -1,0 +1,74 @@
+"""Two ranks: every sample to exactly one of them, equal steps, an exact resume. Toy engine, real queue."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from toy_target import make_target
+
+NUM_PROMPTS = 31
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    make_target(directory / "target")
+    rows = [{"prompt": f"count to {i}", "response": "x" * (4 + i % 13)} for i in range(NUM_PROMPTS)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def run(place, name, max_steps, accumulate, checkpoint=None):
+    arguments = [place / "target", place / "prompts.jsonl", place / name, max_steps, accumulate]
+    arguments += [checkpoint] if checkpoint else []
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    script = Path(__file__).with_name("ranks_run.py")
+    command = [sys.executable, script, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads((place / name / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def whole(request, place):
+    return request.param, run(place, f"whole{request.param}", 9, request.param)
+
+
+def test_each_sample_goes_to_one_rank_in_rounds(whole):
+    _, ranks = whole
+    assert ranks[0]["steps"].keys() == ranks[1]["steps"].keys()
+    assert len(ranks[0]["steps"]) == 9
+    packs = []
+    for step in sorted(ranks[0]["steps"], key=int):
+        here, there = (ranks[r]["steps"][step] for r in (0, 1))
+        assert len(here) == len(there)
+        packs += [pack for both in zip(here, there, strict=True) for pack in both]
+    seen = [i for pack in packs for i in pack]
+    assert seen == list(range(len(seen)))
+    assert len(seen) > NUM_PROMPTS  # the run crosses an epoch
+    assert all(len({i // NUM_PROMPTS for i in pack}) <= 1 for pack in packs)
+    assert [] in packs  # and fills its last round with padding
+
+
+def test_ranks_calibrate_alike(whole):
+    _, ranks = whole
+    assert ranks[0]["calibration"] == ranks[1]["calibration"]
+    assert ranks[0]["calibration"][0] > 0
+
+
+def test_a_resumed_run_goes_on_where_it_stood(place, whole):
+    accumulate, ranks = whole
+    at = 3 + accumulate
+    part = run(place, f"part{accumulate}-{at}", 9, accumulate, place / f"whole{accumulate}/ckpt/step={at}.ckpt")
+    for rank in (0, 1):
+        assert part[rank]["steps"] == {step: ids for step, ids in ranks[rank]["steps"].items() if int(step) >= at}
+        assert part[rank]["weight"] == ranks[rank]["weight"]

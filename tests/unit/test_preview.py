@@ -1,0 +1,46 @@
+"""The preview marks exactly the supervised tokens, and the first of them."""
+
+import io
+import json
+
+from rich.console import Console
+from toy_target import make_target
+
+from eagle3_lightning.options import TargetOptions
+from eagle3_lightning.prompts.command import main
+from eagle3_lightning.prompts.preview import Piece, Preview, print_previews, to_html, to_table
+
+PIECES = [Piece("<user> Hi ", False), Piece("H", True, True), Piece("ello", True), Piece(" <end>", False)]
+SHOWN = Preview("p1", 9, 4, PIECES)
+
+
+def test_terminal_html_and_table():
+    out = io.StringIO()
+    print_previews([SHOWN, Preview("p2", 0, 0, [], "too_long: no")], Console(file=out, force_terminal=True, width=100))
+    text = out.getvalue()
+    assert "p1: 9 tokens, 4 supervised" in text
+    assert "\x1b[1;32mello\x1b[0m" in text
+    assert "\x1b[1;7;32mH\x1b[0m" in text
+    assert "too_long: no" in text
+    page = to_html([SHOWN])
+    assert "&lt;user&gt; Hi <mark class='first'>H</mark><mark>ello</mark> &lt;end&gt;" in page
+    assert to_table([SHOWN]) == [["p1", 9, 4, "<user> Hi «Hello» <end>"]]
+
+
+def test_the_command_needs_no_vllm(tmp_path, capsys):
+    target = make_target(tmp_path / "t")
+    rows = [{"id": f"q{i}", "prompt": f"say {i}", "response": f"word {i}"} for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    code = main(["prompts", "preview", "--target.path", str(target), "--prompts.train", str(tmp_path / "a.jsonl"),
+                 "--prompts.val_fraction=0", "--sampling.mode=prefill", "--number=8", "--html", str(page)])  # fmt: skip
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert all(f"q{i}:" in shown for i in range(8))
+    assert page.read_text().count("<mark class='first'>w</mark><mark>ord ") == 8
+    assert TargetOptions(str(target)).path == str(target)
+
+
+def test_a_command_that_is_none_is_refused(capsys):
+    assert main(["prompts", "previe"]) == 2
+    assert "eagle3 prompts preview --target.path" in capsys.readouterr().err

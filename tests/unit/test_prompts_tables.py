@@ -1,0 +1,112 @@
+"""Parquet, saved data sets, directories, streams, and several sources mixed by weight."""
+
+import json
+
+import datasets
+import pytest
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import SourceOptions
+from eagle3_lightning.prompts.sources import as_sources, open_source, split_by_hash
+from eagle3_lightning.prompts.tables import StreamSource
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+ROWS = [
+    {"id": f"r{i}", "messages": [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "yes"}]}
+    for i in range(50)
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def read_all(source):
+    return [source.read(i) for i in range(len(source))]
+
+
+@pytest.fixture
+def places(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    made = {}
+    table.to_parquet(tmp_path / "rows.parquet")
+    made["parquet file"] = SourceOptions(str(tmp_path / "rows.parquet"))
+    (tmp_path / "parts").mkdir()
+    for part in range(2):
+        table.shard(2, part, contiguous=True).to_parquet(tmp_path / f"parts/train-{part:05d}-of-00002.parquet")
+    made["parquet directory"] = SourceOptions(str(tmp_path / "parts"))
+    table.save_to_disk(tmp_path / "saved")
+    made["saved data set"] = SourceOptions(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train_sft": table, "test": table.select(range(3))}).save_to_disk(tmp_path / "splits")
+    made["saved splits"] = SourceOptions(str(tmp_path / "splits"), split="train_sft")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    made["jsonl directory"] = SourceOptions(str(tmp_path / "lines"))
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind", ["parquet file", "parquet directory", "saved data set", "saved splits", "jsonl directory"]
+)
+def test_tables_hold_what_was_written(places, kind):
+    records = read_all(open_source(places[kind], "opt"))
+    assert [r.name for r in records] == [row["id"] for row in ROWS]
+    assert [r.messages for r in records] == [row["messages"] for row in ROWS]
+
+
+def test_keys_that_other_rows_have_do_not_appear_as_nulls(tmp_path):
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": None}
+    rows = [ROWS[0], {"id": "call", "messages": [{"role": "user", "content": "1 + 1"}, turn]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    plain, call = read_all(open_source(SourceOptions(str(tmp_path / "a.parquet")), "opt"))
+    assert plain.messages == ROWS[0]["messages"]
+    assert call.messages[1]["tool_calls"] == [CALL | {"type": "function"}]
+
+
+def test_rows_of_a_table_are_split_by_hash(places):
+    train, val = (open_source(places["parquet file"], "opt", split_by_hash(0.3, val)) for val in (False, True))
+    names = [{r.name for r in read_all(source)} for source in (train, val)]
+    assert names[0] | names[1] == {row["id"] for row in ROWS}
+    assert not names[0] & names[1]
+    assert 5 < len(names[1]) < 25
+
+
+def test_a_stream_is_shuffled_the_same_way_and_skips_what_was_taken(places):
+    options = SourceOptions(places["jsonl directory"].path, streaming=True)
+
+    def take(number, skip=0, seed=0):
+        source = open_source(options, "opt", seed=seed)
+        assert isinstance(source, StreamSource)
+        rows = source.rows(skip)
+        return [next(rows).name for _ in range(number)]
+
+    whole = take(120)
+    assert sorted(whole[:50]) == sorted(whole[50:100]) == sorted(row["id"] for row in ROWS)
+    assert whole[:50] != whole[50:100]
+    assert whole[:50] != [row["id"] for row in ROWS]
+    assert take(40, skip=80) == whole[80:]
+    assert take(120, seed=1) != whole
+
+
+def test_tables_that_cannot_be_opened(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data.prompts.train = .*empty.*the directory is empty"):
+        open_source(SourceOptions(str(tmp_path / "empty")), "data.prompts.train")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ConfigError, match="`datasets` cannot open it"):
+        open_source(SourceOptions(str(tmp_path / "broken.parquet")), "opt")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        open_source(SourceOptions(str(tmp_path / "none.parquet")), "opt")
+
+
+def test_sources_as_the_user_writes_them():
+    assert as_sources("self", "opt") == [SourceOptions("self")]
+    assert as_sources(["a.jsonl", SourceOptions("b", weight=2.0)], "opt") == [
+        SourceOptions("a.jsonl"),
+        SourceOptions("b", weight=2.0),
+    ]
+    with pytest.raises(ConfigError, match=r"neither a path nor a source with known keys. The keys are path, weight"):
+        as_sources(['{"pathh": "x"}'], "data.prompts.train")
+    with pytest.raises(ConfigError, match="a share must be positive"):
+        SourceOptions("a", weight=0.0)
