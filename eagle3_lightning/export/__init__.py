@@ -1,0 +1,1 @@
+"""Trained drafts in the speculators format, loaded back and compared."""

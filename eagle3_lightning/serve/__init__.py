@@ -1,0 +1,1 @@
+"""A draft measured in vLLM."""

@@ -1,0 +1,210 @@
+"""What a draft is worth in vLLM: acceptance length, tokens a second with and without it, losslessness.
+
+One vLLM process for each number of speculative tokens, then one of the target alone, which also judges the outputs of
+the others: it holds both texts and can be asked how close the target's decision was where they part.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import EngineOptions
+from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress
+from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
+
+OnProgress = Callable[[str, Progress], None]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure.
+
+    Attributes:
+        draft: directory of an exported draft.
+        prompts: file of prompts in any format that training reads; a conversation's last answer is left out.
+        target: the target, where it is not the one that the draft's config.json names.
+        num_speculative_tokens: tokens proposed in a round, one engine start for each; empty is the export's own number.
+        concurrency: requests in flight, one pass over the prompts for each.
+        max_new_tokens: longest answer.
+        max_prompts: run only the first so many prompts.
+        log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
+        chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
+        trust_remote_code: let Transformers and vLLM run code that the target brings.
+        engine: the engine's options; `max_model_len` and `max_num_seqs` follow from the prompts and the concurrency.
+    """
+
+    draft: Path
+    prompts: Path
+    target: str | None = None
+    num_speculative_tokens: list[int] = field(default_factory=list)
+    concurrency: list[int] = field(default_factory=lambda: [16])
+    max_new_tokens: int = 128
+    max_prompts: int | None = None
+    log_dir: Path | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers below one, repeated numbers and an empty list of concurrencies."""
+        for name, values in (
+            ("--num-speculative-tokens", self.num_speculative_tokens),
+            ("--concurrency", self.concurrency),
+            ("--max-new-tokens", [self.max_new_tokens]),
+            ("--max-prompts", [self.max_prompts or 1]),
+        ):
+            if any(value < 1 for value in values) or len(set(values)) < len(values):
+                raise ConfigError(
+                    name, values, "the numbers must be positive and each given once", "Correct the numbers."
+                )
+        if not self.concurrency:
+            raise ConfigError("--concurrency", [], "nothing would be measured", "Give at least one number.")
+
+
+def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progress: None) -> BenchReport:
+    """Run all engines and put the figures together.
+
+    Args:
+        options: what to measure.
+        on_progress: called with an engine's label and its progress.
+
+    Raises:
+        ConfigError: a draft, prompt file or target that cannot be used, or that do not belong together.
+        ProducerError: vLLM died or missed a deadline.
+    """
+    from eagle3_lightning.export.read import check_target, check_weights, read_export
+    from eagle3_lightning.options import TargetOptions
+    from eagle3_lightning.serve.prompts import render_prompts
+    from eagle3_lightning.target import inspect_target
+
+    draft = read_export(options.draft, "--draft")
+    check_weights(draft, "--draft")
+    target = inspect_target(
+        TargetOptions(options.target or draft.target_name, trust_remote_code=options.trust_remote_code)
+    )
+    check_target(draft, target, "--draft")
+    depths = options.num_speculative_tokens or [draft.num_speculative_tokens]
+    # A round may write past the answer's end, so the longest round needs room too.
+    room_tokens = options.max_new_tokens + max(depths) + 1
+    prompts = render_prompts(
+        options.prompts,
+        target,
+        template_kwargs=options.chat_template_kwargs,
+        trust_remote_code=options.trust_remote_code,
+        longest_tokens=target.max_position_embeddings - room_tokens,
+        max_prompts=options.max_prompts,
+    )
+    runner = _Runner(options, str(target.path), prompts, room_tokens, on_progress)
+    drafted = {depth: runner.run(depth, {}) for depth in depths}
+    outputs = {
+        concurrency: [Outputs(str(depth), result.passes[number].tokens) for depth, result in drafted.items()]
+        for number, concurrency in enumerate(options.concurrency)
+    }
+    plain = runner.run(None, outputs)
+    figures = [
+        draft_figures(
+            depth, result.passes[number], plain.passes[number], plain.differences[concurrency][str(depth)], plain.dtype
+        )
+        for depth, result in drafted.items()
+        for number, concurrency in enumerate(options.concurrency)
+    ]
+    return BenchReport(
+        draft=str(options.draft),
+        target=target.name,
+        prompts=str(options.prompts),
+        num_prompts=len(prompts),
+        max_new_tokens=options.max_new_tokens,
+        dtype=plain.dtype,
+        device=plain.device,
+        vllm_version=plain.vllm_version,
+        start_s=[result.start_s for result in (*drafted.values(), plain)],
+        figures=figures,
+        recommended=recommend(figures),
+        lossless=all(figure.real_differences == 0 for figure in figures),
+    )
+
+
+def check_summary(file: Path) -> None:
+    """Refuse a summary that could not be updated, before anything is measured for it.
+
+    Raises:
+        ConfigError: its directory cannot be written, or what is there is not a JSON object.
+    """
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "--summary", str(file), "its directory is missing or cannot be written", "Name a file that can be written."
+        )
+    if not file.exists():
+        return
+    try:
+        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise ConfigError("--summary", str(file), f"it cannot be read ({error.strerror})", "Name a file.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            "--summary", str(file), f"it is not a JSON object ({error})", "Name a new file, or a run's summary.json."
+        ) from error
+
+
+class _Runner:
+    """Runs the same prompts in one engine after the other."""
+
+    def __init__(
+        self, options: BenchOptions, target: str, prompts: list[list[int]], room_tokens: int, on_progress: OnProgress
+    ) -> None:
+        import torch
+
+        from eagle3_lightning.serve.engine_args import engine_arguments
+
+        self._options, self._target, self._prompts, self._on_progress = options, target, prompts, on_progress
+        engine = replace(
+            options.engine, max_model_len=max(map(len, prompts)) + room_tokens, max_num_seqs=max(options.concurrency)
+        )
+        self._arguments, self._env = engine_arguments(engine, on_cpu=not torch.cuda.is_available())
+        self._log_dir = options.log_dir or options.draft.resolve().parent / "bench"
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "--log_dir",
+                str(self._log_dir),
+                f"it cannot be made a directory ({error.strerror})",
+                "Name a directory that can be written.",
+            ) from error
+
+    def run(self, depth: int | None, judge: dict[int, list[Outputs]]) -> EngineResult:
+        """One engine: with the draft proposing `depth` tokens, or the target alone."""
+        from eagle3_lightning.serve.child import run_engine
+
+        options, arguments = (
+            self._options,
+            {"model": self._target, "trust_remote_code": self._options.trust_remote_code},
+        )
+        label, name = "target alone", "vllm_target.log"
+        if depth is not None:
+            label, name = f"draft of {depth}", f"vllm_draft_{depth}.log"
+            draft = str(options.draft.resolve())
+            arguments["speculative_config"] = {"method": "eagle3", "model": draft, "num_speculative_tokens": depth}
+        job = EngineJob(
+            engine=self._arguments | arguments,
+            env=self._env,
+            prompts=self._prompts,
+            max_new_tokens=options.max_new_tokens,
+            concurrencies=options.concurrency,
+            judge=judge,
+            result="",
+            parent_pid=0,
+        )
+        return run_engine(
+            job,
+            label=label,
+            log_file=self._log_dir / name,
+            start_timeout_s=options.engine.start_timeout_s,
+            step_timeout_s=options.engine.step_timeout_s,
+            on_progress=lambda progress: self._on_progress(label, progress),
+        )

@@ -1,0 +1,96 @@
+"""`eagle3 bench`: arguments in, a table or JSON out."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from eagle3_lightning.arguments import StrictParser
+from eagle3_lightning.checks import COUNT, check_number
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import EngineOptions
+from eagle3_lightning.serve.bench import BenchOptions, check_summary, measure
+from eagle3_lightning.serve.messages import Progress
+from eagle3_lightning.serve.table import as_text
+from eagle3_lightning.summary import served_figures, update_summary
+
+NOT_LOSSLESS = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `eagle3 bench ...`; exit code 1 if an output differs more than rounding explains."""
+    parser = _parser()
+    namespace = parser.parse_args(argv[1:])
+    options, engine = namespace.as_dict(), namespace.engine.as_dict()
+    as_json, summary, dtype = options.pop("json"), options.pop("summary"), options.pop("dtype")
+    check_number("--max_prompts", options["max_prompts"], COUNT)
+    if options["target"] == "":
+        raise ConfigError("--target", "", "it is empty", "Name the target, or leave the option out.")
+    options["engine"] = EngineOptions(**engine, dtype=dtype)
+    bench = BenchOptions(**options)
+    if summary is not None:
+        check_summary(summary)
+    report = measure(bench, _Lines())
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        print(as_text(report))
+    sys.stdout.flush()  # the figures are out before anything can go wrong with the file
+    if summary is not None:
+        update_summary(summary, served_figures(report))
+    return 0 if report.lossless else NOT_LOSSLESS
+
+
+def _parser() -> StrictParser:
+    parser = StrictParser(
+        prog="eagle3 bench",
+        usage="eagle3 bench --draft DIR --prompts FILE [options]",
+        description="Serves the target with the draft and alone, greedily, and compares.",
+    )
+    parser.add_class_arguments(BenchOptions, skip={"engine", "num_speculative_tokens", "concurrency"})
+    parser.add_argument(
+        "--num_speculative_tokens",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="K",
+        help="tokens proposed in a round, one engine start for each; the export's own number if not given",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[16],
+        metavar="N",
+        help="requests in flight, one pass over the prompts for each",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="of both models; in float32 the outputs must be identical",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
+    parser.add_argument(
+        "--summary",
+        type=Path | None,
+        default=None,
+        metavar="FILE",
+        help="put the main figures into this JSON file, beside what is in it already",
+    )
+    parser.add_class_arguments(EngineOptions, "engine", skip={"dtype", "max_model_len", "max_num_seqs"})
+    parser.set_defaults({"engine.gpu_memory_utilization": 0.9})
+    return parser
+
+
+class _Lines:
+    """Progress on stderr: one line for each stage of each engine."""
+
+    def __init__(self) -> None:
+        self._last = ("", "")
+
+    def __call__(self, label: str, progress: Progress) -> None:
+        if (label, progress.stage) != self._last:
+            self._last = (label, progress.stage)
+            print(f"[{label}] {progress.stage}", file=sys.stderr, flush=True)

@@ -1,0 +1,48 @@
+"""Our engine options as vLLM's arguments and environment, for the engines of `eagle3 bench`."""
+
+from typing import Any
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import EngineOptions
+
+# Set by the bench itself, or would make its figures mean something else.
+RESERVED = ("model", "tokenizer", "speculative_config", "enable_prefix_caching", "disable_log_stats", "seed")
+
+
+def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Keyword arguments of `vllm.LLM`, and environment variables, both without model and draft.
+
+    Args:
+        options: the engine's options.
+        on_cpu: whether the engine runs on the CPU, where vLLM neither compiles nor uses CUDA graphs here.
+
+    Raises:
+        ConfigError: an extra argument that the bench sets itself.
+    """
+    if reserved := [name for name in options.extra if name in RESERVED]:
+        raise ConfigError("--engine.extra", options.extra, f"{', '.join(reserved)} cannot be set here", "Remove it.")
+    arguments: dict[str, Any] = {
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "dtype": options.dtype,
+        "enforce_eager": options.enforce_eager or on_cpu,
+        "enable_prefix_caching": False,  # every pass must prefill, not only the first
+        "disable_log_stats": False,  # the counters of speculative decoding are statistics
+        "seed": 0,
+    }
+    if options.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if on_cpu:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # One process instead of two: the engine starts in 9 s instead of 32 (2 cores, SmolLM2-135M).
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        if options.cpu_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(options.cpu_threads)
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return arguments | options.extra, environment

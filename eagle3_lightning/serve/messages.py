@@ -1,0 +1,119 @@
+"""What crosses between `eagle3 bench` and its vLLM process: a job file in, event lines, a result file out."""
+
+from typing import Any
+
+import msgspec
+
+START_STAGES = ("importing vLLM", "starting vLLM")
+DONE = "done"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first place where two greedy outputs of one prompt part.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: index of the token in the output.
+        draft_token: what the target with the draft wrote; -1 where its output had ended.
+        plain_token: what the target alone wrote; -1 where its output had ended.
+        gap: how far the less likely of the two lies under the target's best token after the same prefix, in nats of
+            log-probability: 0 where both are equally good. For the usual case of one of them being the best and the
+            other the second best, that is the gap between the target's two best. A token that is not ranked counts as
+            the last that is.
+        top_tokens: the target's best tokens there, ranked.
+    """
+
+    prompt: int
+    position: int
+    draft_token: int
+    plain_token: int
+    gap: float
+    top_tokens: list[int]
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """Greedy outputs to compare with, token ids by prompt, and the name of the run that wrote them."""
+
+    name: str
+    tokens: list[list[int]]
+
+
+class EngineJob(msgspec.Struct, frozen=True):
+    """Start an engine, run the prompts once per concurrency, judge the outputs of other runs, stop.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        env: environment variables of the engine.
+        prompts: token ids.
+        max_new_tokens: longest output.
+        concurrencies: requests in flight, one pass for each.
+        judge: outputs of other runs, by concurrency, to be compared with this engine's own.
+        result: file for the `EngineResult`.
+        parent_pid: the engine ends when this process does.
+    """
+
+    engine: dict[str, Any]
+    env: dict[str, str]
+    prompts: list[list[int]]
+    max_new_tokens: int
+    concurrencies: list[int]
+    judge: dict[int, list[Outputs]]
+    result: str
+    parent_pid: int
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """All prompts once.
+
+    Attributes:
+        concurrency: requests in flight.
+        seconds: from the first request to the last token.
+        tokens: output token ids by prompt.
+        rounds: decoding steps by prompt, without the prefill's own token.
+        drafts: rounds in which the draft proposed, by vLLM's counters.
+        draft_tokens: tokens proposed.
+        accepted_tokens: of these accepted.
+        accepted_per_position: accepted at each draft position.
+    """
+
+    concurrency: int
+    seconds: float
+    tokens: list[list[int]]
+    rounds: list[int]
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all prompts."""
+        return sum(map(len, self.tokens))
+
+
+class EngineResult(msgspec.Struct, frozen=True):
+    """What the engine did.
+
+    Attributes:
+        vllm_version: version of vLLM.
+        device: `cpu`, or the GPU's name.
+        dtype: of the target's weights in the engine.
+        start_s: seconds from the process's start to the first request, imports included.
+        passes: one per concurrency.
+        differences: by concurrency, then by name of the other run.
+    """
+
+    vllm_version: str
+    device: str
+    dtype: str
+    start_s: float
+    passes: list[Pass]
+    differences: dict[int, dict[str, list[Difference]]]
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """One event line: what is being done, and how much of it."""
+
+    stage: str
+    done: int
+    total: int

@@ -1,0 +1,152 @@
+"""The figures of `eagle3 bench`: acceptance, speed, losslessness, and what to serve with."""
+
+import random
+
+import msgspec
+
+from eagle3_lightning.serve.messages import Difference, Pass
+
+# Largest distance from the target's best log-probability, in nats, that rounding alone can turn around. The logits of
+# a 16-bit engine move by a few units in their last place when the batch changes (8 bits of mantissa: 0.125 between 16
+# and 32), and a speculative round is another batch. In float32 the outputs must be identical.
+NEAR_TIE_NATS = {"float32": 0.0, "float16": 0.25, "bfloat16": 0.5}
+BOOTSTRAP_DRAWS = 1000
+
+
+class DraftFigures(msgspec.Struct, frozen=True):
+    """One draft, one number of speculative tokens, one concurrency.
+
+    Attributes:
+        num_speculative_tokens: K, tokens proposed in a round.
+        concurrency: requests in flight.
+        acceptance_length: 1 + accepted tokens / rounds, from vLLM's counters.
+        acceptance_length_ci95: 95 % interval of tokens / rounds, bootstrapped over prompts.
+        acceptance_per_position: share of the rounds in which the token at each position was accepted.
+        num_drafts: rounds.
+        tokens_per_s: output tokens a second.
+        plain_tokens_per_s: the same of the target alone.
+        speedup: their ratio.
+        identical: outputs equal to the target's own, token by token.
+        differences: the others, at their first difference, the widest gap first.
+        real_differences: how many of them are wider than rounding explains.
+    """
+
+    num_speculative_tokens: int
+    concurrency: int
+    acceptance_length: float
+    acceptance_length_ci95: tuple[float, float]
+    acceptance_per_position: list[float]
+    num_drafts: int
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    speedup: float
+    identical: int
+    differences: list[Difference]
+    real_differences: int
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """What was fastest at one concurrency; no speculative tokens means that the target alone was."""
+
+    concurrency: int
+    num_speculative_tokens: int | None
+    speedup: float
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """Everything that `eagle3 bench --json` prints.
+
+    Attributes:
+        draft: directory of the draft.
+        target: directory of the target.
+        prompts: file of the prompts.
+        num_prompts: how many of them were run.
+        max_new_tokens: longest output.
+        dtype: of the engine's weights.
+        device: `cpu`, or the GPU's name.
+        vllm_version: version of vLLM.
+        start_s: seconds to start each engine, the target alone last.
+        figures: one entry for each number of speculative tokens and concurrency.
+        recommended: one entry for each concurrency.
+        lossless: no output differs more than rounding explains.
+    """
+
+    draft: str
+    target: str
+    prompts: str
+    num_prompts: int
+    max_new_tokens: int
+    dtype: str
+    device: str
+    vllm_version: str
+    start_s: list[float]
+    figures: list[DraftFigures]
+    recommended: list[Recommendation]
+    lossless: bool
+
+
+def draft_figures(
+    num_speculative_tokens: int, drafted: Pass, plain: Pass, differences: list[Difference], dtype: str
+) -> DraftFigures:
+    """Put the figures of one pass together.
+
+    Args:
+        num_speculative_tokens: K.
+        drafted: the pass with the draft.
+        plain: the pass of the target alone at the same concurrency.
+        differences: first differences between their outputs.
+        dtype: of the engine's weights; decides what rounding explains.
+    """
+    drafts = max(1, drafted.drafts)
+    speed, plain_speed = drafted.num_tokens / drafted.seconds, plain.num_tokens / plain.seconds
+    return DraftFigures(
+        num_speculative_tokens=num_speculative_tokens,
+        concurrency=drafted.concurrency,
+        acceptance_length=1 + drafted.accepted_tokens / drafts,
+        acceptance_length_ci95=acceptance_interval([len(t) - 1 for t in drafted.tokens], drafted.rounds),
+        acceptance_per_position=[accepted / drafts for accepted in drafted.accepted_per_position],
+        num_drafts=drafted.drafts,
+        tokens_per_s=speed,
+        plain_tokens_per_s=plain_speed,
+        speedup=speed / plain_speed,
+        identical=len(drafted.tokens) - len(differences),
+        differences=sorted(differences, key=lambda d: -d.gap),
+        real_differences=sum(not is_near_tie(d, dtype) for d in differences),
+    )
+
+
+def is_near_tie(difference: Difference, dtype: str) -> bool:
+    """Whether rounding explains a first difference.
+
+    Both tokens must be among the target's best, and the lower of them closer to the best than `NEAR_TIE_NATS`. An
+    output that merely ended earlier (token -1) never is: where an output ends, its end-of-sequence token stands.
+    """
+    written = {difference.draft_token, difference.plain_token}
+    return written <= set(difference.top_tokens) and difference.gap < NEAR_TIE_NATS[dtype]
+
+
+def acceptance_interval(tokens: list[int], rounds: list[int]) -> tuple[float, float]:
+    """95 % interval of sum(tokens) / sum(rounds) when the prompts had been others of their kind.
+
+    The rounds of one output are alike, so whole prompts are drawn, not rounds.
+    """
+    pairs = [(t, r) for t, r in zip(tokens, rounds, strict=True) if r > 0]
+    if not pairs:
+        return (1.0, 1.0)
+    generator = random.Random(0)
+    draws = []
+    for _ in range(BOOTSTRAP_DRAWS):
+        drawn = generator.choices(pairs, k=len(pairs))
+        draws.append(sum(t for t, _ in drawn) / sum(r for _, r in drawn))
+    draws.sort()
+    return draws[int(0.025 * BOOTSTRAP_DRAWS)], draws[int(0.975 * BOOTSTRAP_DRAWS)]
+
+
+def recommend(figures: list[DraftFigures]) -> list[Recommendation]:
+    """The fastest number of speculative tokens at each concurrency, or none where the target alone is faster."""
+    chosen = []
+    for concurrency in sorted({f.concurrency for f in figures}):
+        best = max((f for f in figures if f.concurrency == concurrency), key=lambda f: f.speedup)
+        tokens = best.num_speculative_tokens if best.speedup > 1 else None
+        chosen.append(Recommendation(concurrency, tokens, best.speedup))
+    return chosen

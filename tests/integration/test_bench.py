@@ -1,0 +1,133 @@
+"""A real bench on the CPU: a draft whose acceptance is known, losslessness, and no process left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from serve_support import TARGET, export_echo
+
+from eagle3_lightning.errors import ProducerError
+from eagle3_lightning.extract.watchdog import group_members
+from eagle3_lightning.options import EngineOptions
+from eagle3_lightning.serve.bench import BenchOptions, measure
+from eagle3_lightning.serve.child import run_engine
+from eagle3_lightning.serve.engine_args import engine_arguments
+from eagle3_lightning.serve.messages import EngineJob, Outputs
+from eagle3_lightning.serve.results import BenchReport, is_near_tie
+
+pytestmark = pytest.mark.vllm
+REPEATING = [{"text": "0" * 40}, {"text": "!" * 30}]  # the target goes on with zeros, after two tokens
+ORDINARY = [{"prompt": "Write one sentence about the sea."}, {"prompt": "What is the capital of France?"}]
+NEW_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_echo(tmp_path_factory.mktemp("bench") / "draft").path
+
+
+@pytest.fixture(scope="module")
+def report(draft: Path) -> BenchReport:
+    prompts = draft.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in REPEATING + ORDINARY))
+    return measure(
+        BenchOptions(draft, prompts, max_new_tokens=NEW_TOKENS, concurrency=[4], engine=EngineOptions(dtype="float32"))
+    )
+
+
+def test_float32_is_lossless_token_by_token(report: BenchReport) -> None:
+    (figures,) = report.figures
+    assert report.dtype == "float32"
+    assert report.lossless
+    assert figures.identical == report.num_prompts == 4
+    assert figures.differences == []
+
+
+def test_the_counters_are_those_of_this_draft(report: BenchReport) -> None:
+    (figures,) = report.figures
+    assert figures.num_speculative_tokens == 3  # the export's own number
+    # Nearly all rounds of the two ordinary prompts give one token, nearly all of the two repeating ones four.
+    assert 2 * (NEW_TOKENS - 1) / 4 < figures.num_drafts < 2 * (NEW_TOKENS - 1) * 1.4
+    first, second, third = figures.acceptance_per_position
+    assert 0.1 < third <= second <= first < 0.6
+    assert figures.acceptance_length == pytest.approx(1 + first + second + third)
+    low, high = figures.acceptance_length_ci95
+    assert low < figures.acceptance_length < high
+
+
+def engine_job(**changes: object) -> EngineJob:
+    arguments, environment = engine_arguments(
+        EngineOptions(max_model_len=128, max_num_seqs=4, dtype="float32"), on_cpu=True
+    )
+    job = EngineJob(arguments | {"model": str(TARGET)}, environment, [[1, 4093, 198]], 8, [1], {}, "", 0)
+    return msgspec.structs.replace(job, **changes)
+
+
+def test_another_text_is_a_real_difference(tmp_path: Path) -> None:
+    """What the target would not have written is found at its place, and the gap says that rounding did not do it."""
+    job = engine_job(judge={1: [Outputs("forged", [[7] * 8])]})
+    result = run_engine(job, label="x", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
+    (difference,) = result.differences[1]["forged"]
+    own = result.passes[0].tokens[0]
+    assert (difference.prompt, difference.position, difference.draft_token, difference.plain_token) == (0, 0, 7, own[0])
+    assert own[0] == difference.top_tokens[0]
+    assert not is_near_tie(difference, "bfloat16")
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    job = engine_job(engine={"model": str(tmp_path / "nothing")})
+    with pytest.raises(
+        ProducerError, match=r"(?s)engine \(broken\) died with exit code 1.*last lines of .*log:.*nothing"
+    ):
+        run_engine(job, label="broken", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
+
+
+def test_a_deadline_names_the_engine_and_the_stage(tmp_path: Path) -> None:
+    with pytest.raises(ProducerError, match=r"engine \(slow\) said nothing for 0 s at stage `importing vLLM`"):
+        run_engine(engine_job(), label="slow", log_file=tmp_path / "log", start_timeout_s=0.4, step_timeout_s=1)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_no_engine_outlives_the_bench(draft: Path, tmp_path: Path, end: signal.Signals) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hi"}) + "\n")
+    bench = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "eagle3_lightning",
+            "bench",
+            "--draft",
+            str(draft),
+            "--prompts",
+            str(prompts),
+            "--log-dir",
+            str(tmp_path),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert bench.stderr is not None
+    assert "importing vLLM" in bench.stderr.readline()
+    engines = children(bench.pid)
+    assert len(engines) == 1
+    bench.send_signal(end)
+    assert bench.wait(30) == (130 if end == signal.SIGINT else -end)
+    deadline = time.monotonic() + 30
+    while group_members(engines[0]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_members(engines[0]) == []
+
+
+def children(pid: int) -> list[int]:
+    return (
+        [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        if os.path.exists(f"/proc/{pid}")
+        else []
+    )

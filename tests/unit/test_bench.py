@@ -1,0 +1,130 @@
+"""The arithmetic and the advice of a bench, its prompts and its arguments. The engine is in tests/integration."""
+
+from pathlib import Path
+
+import pytest
+import toy_target
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import EngineOptions, TargetOptions
+from eagle3_lightning.serve.engine_args import engine_arguments
+from eagle3_lightning.serve.messages import Difference, Pass
+from eagle3_lightning.serve.prompts import render_prompts
+from eagle3_lightning.serve.results import BenchReport, acceptance_interval, draft_figures, is_near_tie, recommend
+from eagle3_lightning.serve.table import as_text
+from eagle3_lightning.summary import update_summary
+from eagle3_lightning.target import inspect_target
+
+
+def make_pass(
+    seconds: float, tokens: list[list[int]], rounds: list[int], accepted: list[int], drafts: int, concurrency: int = 4
+) -> Pass:
+    return Pass(concurrency, seconds, tokens, rounds, drafts, 3 * drafts, sum(accepted), accepted)
+
+
+def test_acceptance_length_counts_the_bonus_token() -> None:
+    tokens = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
+    drafted = make_pass(2.0, tokens, [3, 2], [3, 1, 0], drafts=5)
+    plain = make_pass(4.0, tokens, [6, 2], [], drafts=0)
+    figures = draft_figures(3, drafted, plain, [], "bfloat16")
+    assert figures.acceptance_length == 1 + 4 / 5
+    assert figures.acceptance_per_position == [3 / 5, 1 / 5, 0.0]
+    assert (figures.tokens_per_s, figures.plain_tokens_per_s, figures.speedup) == (5.0, 2.5, 2.0)
+    assert figures.identical == 2
+
+
+def test_a_draft_that_never_proposed_accepts_nothing() -> None:
+    one = make_pass(1.0, [[1]], [0], [], drafts=0)
+    figures = draft_figures(3, one, one, [], "float32")
+    assert (figures.acceptance_length, figures.acceptance_length_ci95) == (1.0, (1.0, 1.0))
+
+
+def test_the_interval_is_of_prompts_not_of_rounds() -> None:
+    assert acceptance_interval([20] * 8, [10] * 8) == (2.0, 2.0)  # all prompts alike: nothing to doubt
+    low, high = acceptance_interval([10, 30] * 4, [10] * 8)
+    assert 1.0 < low < 2.0 < high < 3.0
+
+
+@pytest.mark.parametrize(
+    ("gap", "top", "dtype", "near"),
+    [
+        (0.125, [5, 7], "bfloat16", True),
+        (0.125, [7, 5], "bfloat16", True),
+        (2.0, [5, 7], "bfloat16", False),
+        (0.125, [5, 9], "bfloat16", False),  # neither run may write a third token
+        (0.125, [5, 7], "float32", False),
+        (0.0, [5, 7], "float32", False),
+    ],
+)
+def test_what_rounding_explains(gap: float, top: list[int], dtype: str, near: bool) -> None:
+    assert is_near_tie(Difference(0, 3, 5, 7, gap, top), dtype) is near
+
+
+def test_the_widest_gap_comes_first_and_makes_the_verdict() -> None:
+    one = make_pass(1.0, [[1, 2]] * 3, [1] * 3, [0, 0, 0], drafts=3)
+    differences = [Difference(0, 1, 5, 7, 0.1, [5, 7]), Difference(2, 1, 5, 7, 3.0, [7, 5])]
+    figures = draft_figures(3, one, one, differences, "bfloat16")
+    assert [d.gap for d in figures.differences] == [3.0, 0.1]
+    assert (figures.identical, figures.real_differences) == (1, 1)
+    report = BenchReport(
+        "d", "t", "p", 3, 2, "bfloat16", "cpu", "0.32.0", [1.0, 1.0], [figures], recommend([figures]), lossless=False
+    )
+    text = as_text(report)
+    assert "lossless: NO" in text
+    assert "3.0000 nats down: REAL" in text
+    assert "0.1000 nats down: near-tie" in text
+
+
+def test_advice_by_concurrency() -> None:
+    tokens = [[1, 2, 3]]
+    plain = [make_pass(1.0, tokens, [2], [], 0, concurrency) for concurrency in (1, 32)]
+    figures = [
+        draft_figures(depth, make_pass(seconds, tokens, [1], [1], 1, base.concurrency), base, [], "bfloat16")
+        for depth, times in {2: (0.8, 1.4), 5: (0.5, 2.0)}.items()
+        for base, seconds in zip(plain, times, strict=True)
+    ]
+    advice = recommend(figures)
+    assert [(a.concurrency, a.num_speculative_tokens) for a in advice] == [(1, 5), (32, None)]
+    assert advice[0].speedup == 2.0
+
+
+def test_prompts_end_where_the_answer_begins(tmp_path: Path) -> None:
+    target = inspect_target(TargetOptions(str(toy_target.make_target(tmp_path / "target"))))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n{"prompt": "hi"}\n'
+    )
+    prompts = render_prompts(
+        file, target, template_kwargs={}, trust_remote_code=False, longest_tokens=100, max_prompts=None
+    )
+    assert len(prompts) == 2
+    assert prompts[0] == prompts[1]
+    with pytest.raises(ConfigError, match=r"line 1: \d+ tokens, and at most 5"):
+        render_prompts(file, target, template_kwargs={}, trust_remote_code=False, longest_tokens=5, max_prompts=None)
+    file.write_text('{"prompt": "hi"}\n{"prompt": \n')
+    with pytest.raises(ConfigError, match="line 2"):
+        render_prompts(file, target, template_kwargs={}, trust_remote_code=False, longest_tokens=100, max_prompts=None)
+
+
+def test_engine_arguments_keep_the_figures_honest() -> None:
+    arguments, environment = engine_arguments(EngineOptions(extra={"block_size": 32}), on_cpu=True)
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["disable_log_stats"] is False
+    assert arguments["enforce_eager"] is True
+    assert arguments["block_size"] == 32
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    arguments, environment = engine_arguments(EngineOptions(gpu_memory_utilization=0.8), on_cpu=False)
+    assert arguments["gpu_memory_utilization"] == 0.8
+    assert not any("CPU" in name for name in environment)
+    with pytest.raises(ConfigError, match="speculative_config"):
+        engine_arguments(EngineOptions(extra={"speculative_config": "x"}), on_cpu=True)
+
+
+def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "summary.json"
+    update_summary(file, {"simulated_tau": 1.5, "lossless": False})
+    assert update_summary(file, {"lossless": True}) == {"simulated_tau": 1.5, "lossless": True}
+    assert [path.name for path in file.parent.iterdir()] == ["summary.json"]
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        update_summary(file, {})
