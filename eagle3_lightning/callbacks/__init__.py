@@ -1,0 +1,1 @@
+"""Lightning callbacks: export, progress, counters, the resolved configuration."""

@@ -1,0 +1,108 @@
+"""Exports the draft when the fit ends, and in between if asked."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+
+from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, check_number
+from eagle3_lightning.export.schema import check_servable
+from eagle3_lightning.export.speculators import Export, export_draft, portable_name
+from eagle3_lightning.extract.versions import installed
+from eagle3_lightning.module import Eagle3Module
+from eagle3_lightning.summary import update_summary
+
+EXPORT_DIR = "export"
+SUMMARY_FILE = "summary.json"
+
+
+class ExportCallback(Callback):
+    """Leaves `run_dir/export`, a directory that `vllm serve` loads, and the fit's part of `run_dir/summary.json`."""
+
+    def __init__(
+        self,
+        run_dir: Path | None = None,
+        every_n_steps: int | None = None,
+        num_speculative_tokens: int | None = None,
+        vllm_version: str | None = None,
+    ) -> None:
+        """Say when and for whom.
+
+        Args:
+            run_dir: the run's directory; None is the trainer's `default_root_dir`.
+            every_n_steps: also export whenever so many optimizer steps are done; the newest replaces the one before.
+                None or 0 exports at the end alone.
+            num_speculative_tokens: tokens that the export proposes in a round; None is `model.loss.ttt_steps`.
+            vllm_version: the vLLM that will serve the draft; None is the one installed here.
+
+        Raises:
+            ConfigError: a number that makes no sense.
+        """
+        check_number("export.every_n_steps", every_n_steps, NOT_NEGATIVE)
+        check_number("export.num_speculative_tokens", num_speculative_tokens, COUNT)
+        self.run_dir, self.every_n_steps = run_dir, every_n_steps
+        self.num_speculative_tokens = num_speculative_tokens
+        self.vllm_version = vllm_version
+        self._start_s = time.monotonic()
+        self._exported_step = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a draft that the serving vLLM cannot serve now, not after the training."""
+        assert isinstance(pl_module, Eagle3Module)
+        check_servable(pl_module.draft.config, self._serving_version())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Export if it is time."""
+        step = trainer.global_step
+        if self.every_n_steps and step and step % self.every_n_steps == 0 and step != self._exported_step:
+            self.export(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export what the training ended with."""
+        export = self.export(trainer, pl_module)
+        if export is not None:
+            rank_zero_info(
+                f"exported to {export.path} (logits within {export.check.relative_error:.2%}). Serve it with\n"
+                f"  {export.serve_command}"
+            )
+            update_summary(self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export))
+
+    @rank_zero_only
+    def export(self, trainer: Trainer, pl_module: LightningModule) -> Export:
+        """Export the draft as it is now (on rank 0; nothing happens on the others)."""
+        assert isinstance(pl_module, Eagle3Module)
+        self._exported_step = trainer.global_step
+        tokens = self.num_speculative_tokens
+        return export_draft(
+            pl_module.draft,
+            self.directory(trainer) / EXPORT_DIR,
+            target=pl_module.target_info,
+            layers=pl_module.layers,
+            target_name=portable_name(pl_module.target_info),
+            num_speculative_tokens=pl_module.loss.ttt_steps if tokens is None else tokens,
+            vllm_version=self._serving_version(),
+            origin={"step": trainer.global_step, "data": getattr(trainer.datamodule, "fingerprint", None)},  # type: ignore[attr-defined]
+        )
+
+    def _figures(self, trainer: Trainer, pl_module: LightningModule, export: Export) -> dict[str, Any]:
+        assert isinstance(pl_module, Eagle3Module)
+        tau = trainer.callback_metrics.get("val/tau")
+        return {
+            "simulated_tau": None if tau is None else float(tau),
+            "tokens_trained": int(pl_module.totals[0]),
+            "steps": trainer.global_step,
+            "seconds": time.monotonic() - self._start_s,
+            "export_dir": str(export.path),
+        }
+
+    def directory(self, trainer: Trainer) -> Path:
+        """The run's directory."""
+        return self.run_dir or Path(trainer.default_root_dir)
+
+    def _serving_version(self) -> str:
+        found = installed()
+        return self.vllm_version or (found[1] if found else "0.16.0")

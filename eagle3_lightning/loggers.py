@@ -1,0 +1,84 @@
+"""Loggers from the configuration, completed: they write into the run's directory, and W&B needs no account."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+WANDB = "lightning.pytorch.loggers.WandbLogger"
+CSV = "lightning.pytorch.loggers.CSVLogger"
+WANDB_ID_FILE = "wandb_id"
+
+
+def complete_logger(logger: Any, run_dir: Path) -> Any:
+    """Fill in what the configuration leaves open: a CSV logger beside the others, the run's directory as `save_dir`.
+
+    The CSV files are what `eagle3 report` draws.
+
+    Args:
+        logger: `trainer.logger` as parsed: None, true, false, one logger or a list.
+        run_dir: the run's directory.
+
+    Returns:
+        The same, completed; loggers are still configuration and not yet objects.
+    """
+    if logger is False:
+        return False
+    given = [] if logger in (None, True) else logger if isinstance(logger, list) else [logger]
+    for entry in given:
+        if entry.class_path == WANDB:
+            _complete_wandb(entry.init_args, run_dir)
+        elif entry.init_args.get("save_dir") in (None, "."):
+            entry.init_args.save_dir = str(run_dir)
+    return given if any(entry.class_path == CSV for entry in given) else [*given, _csv(run_dir)]
+
+
+def _csv(run_dir: Path) -> Namespace:
+    arguments = {
+        "save_dir": str(run_dir),
+        "name": "logs",
+        "version": None,
+        "prefix": "",
+        "flush_logs_every_n_steps": 10,
+    }
+    return Namespace(class_path=CSV, init_args=Namespace(**arguments))
+
+
+def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
+    """One W&B run for a training, also when it is resumed; offline where nobody is logged in."""
+    if arguments.save_dir in (None, "."):
+        arguments.save_dir = str(run_dir)
+    if arguments.project is None:
+        arguments.project = "eagle3_lightning"
+    if arguments.name is None:
+        arguments.name = run_dir.resolve().name
+    if arguments.id is None and arguments.version is None:
+        arguments.id = _stable_id(run_dir)
+    if not has_account():
+        arguments.offline = True
+
+
+def _stable_id(run_dir: Path) -> str:
+    """The id under which the directory's run was first logged."""
+    import secrets
+
+    file = run_dir / WANDB_ID_FILE
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    return secrets.token_hex(4)
+
+
+def has_account() -> bool:
+    """Whether W&B has an API key or was told how to run (WANDB_MODE), without importing it."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+        return True
+    try:
+        import netrc
+
+        return (
+            netrc.netrc().authenticators(os.environ.get("WANDB_BASE_URL", "api.wandb.ai").removeprefix("https://"))
+            is not None
+        )
+    except (OSError, netrc.NetrcParseError):
+        return False

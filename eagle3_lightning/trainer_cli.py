@@ -1,0 +1,266 @@
+"""`eagle3 fit` and `eagle3 validate`: LightningCLI with fixed classes, one target, one run directory.
+
+`target` and `run_dir` are given once and linked to everything that needs them. Each callback that a run cannot do
+without has a group of its own (`checkpoint`, `export`, `acceptance`, ...); others go to `trainer.callbacks`.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from eagle3_lightning.arguments import StrictParser
+from eagle3_lightning.callbacks.acceptance import AcceptanceCallback
+from eagle3_lightning.callbacks.export import ExportCallback
+from eagle3_lightning.callbacks.preview import PreviewCallback
+from eagle3_lightning.callbacks.progress import ProgressCallback
+from eagle3_lightning.callbacks.run_config import RunConfigCallback
+from eagle3_lightning.callbacks.termination import TerminationCallback
+from eagle3_lightning.callbacks.throughput import ThroughputCallback
+from eagle3_lightning.checkpoints import read_checkpoint
+from eagle3_lightning.datamodule import HiddenStateDataModule
+from eagle3_lightning.errors import ConfigError, Eagle3Error, OptionsError
+from eagle3_lightning.loggers import complete_logger
+from eagle3_lightning.module import Eagle3Module
+from eagle3_lightning.optim import schedule
+from eagle3_lightning.options import TargetOptions
+
+CHECKPOINTS = "checkpoints"
+# What a run leaves that was refused or never made a step; metrics.csv is there from the first logged step on.
+UNUSED = ("vllm.log", "config*.yaml", "hparams.yaml")
+TRAINER_DEFAULTS = {
+    "max_epochs": -1,  # the end is trainer.max_steps, or max_epochs if it is given
+    "log_every_n_steps": 10,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # the data module shards by itself
+    "callbacks": [TerminationCallback()],  # without options, so it has no group of its own
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `eagle3 fit ...` or `eagle3 validate ...`."""
+    # LightningCLI 2.6 calls functions that jsonargparse has renamed; its users cannot do anything about it.
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: For seamless" not in record.getMessage()
+    )
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")  # Lightning's use of torch, likewise
+    Eagle3CLI(
+        Eagle3Module,
+        HiddenStateDataModule,
+        save_config_callback=RunConfigCallback,
+        trainer_defaults=TRAINER_DEFAULTS,
+        seed_everything_default=0,
+        parser_class=_Parser,
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+        parser_kwargs={"prog": "eagle3"},
+        args=list(argv),
+    )
+    return 0
+
+
+class _Parser(StrictParser, LightningArgumentParser):
+    """LightningCLI's parser without abbreviations."""
+
+
+class Eagle3CLI(LightningCLI):
+    """See the module's docstring."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Trainer methods that are commands, each with the arguments that are not options."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
+            "validate": {"model", "dataloaders", "datamodule", "weights_only"},
+        }
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the shared groups and link them."""
+        parser.add_argument(
+            "--run_dir", type=Path, required=True, help="directory of this run: checkpoints, logs, export; new or empty"
+        )
+        parser.add_class_arguments(TargetOptions, "target")
+        for option in fields(TargetOptions):
+            for group in ("model", "data"):
+                parser.link_arguments(f"target.{option.name}", f"{group}.target.{option.name}")
+        parser.link_arguments("run_dir", "data.run_dir")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.link_arguments("run_dir", "trainer.default_root_dir")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.save_last": True,
+                "checkpoint.filename": "step{step}",
+                "checkpoint.auto_insert_metric_name": False,
+            }
+        )
+        parser.link_arguments("run_dir", "checkpoint.dirpath", compute_fn=_checkpoint_dir)
+        for callback, key in (
+            (AcceptanceCallback, "acceptance"),
+            (ExportCallback, "export"),
+            (ThroughputCallback, "throughput"),
+            (ProgressCallback, "progress"),
+            (PreviewCallback, "preview"),
+        ):
+            parser.add_lightning_class_args(callback, key)
+        for key in ("export", "preview"):
+            parser.link_arguments("run_dir", f"{key}.run_dir")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse what `main` was given (LightningCLI would warn that it is not the command line's own list)."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as it was given.
+
+        LightningCLI would put the checkpoint's hyperparameters over it, explicit flags included. A checkpoint that does
+        not fit the configuration is refused when it is loaded.
+        """
+
+    def _set_seed(self) -> None:
+        """Seed, with a number that is out of range refused in one line."""
+        with in_one_line():
+            super()._set_seed()
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer, with what Lightning refuses told in one line."""
+        with in_one_line():
+            super().instantiate_classes()
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Leave out our callbacks for what the trainer's options turn off; Lightning would refuse the two together."""
+        unwanted = (
+            *((ProgressCallback,) if config["enable_progress_bar"] is False else ()),
+            *((ModelCheckpoint,) if config["enable_checkpointing"] is False else ()),
+        )
+        return super()._instantiate_trainer(config, [entry for entry in callbacks if not isinstance(entry, unwanted)])
+
+    def after_instantiate_classes(self) -> None:
+        """Have refused before vLLM is started what Lightning and the callbacks come to only later."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            check_callback(callback, self.trainer, self.model, str(self.subcommand))
+        if self.subcommand == "fit":
+            schedule(self.model.optim_options, self.trainer.max_steps)
+        if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
+            self.model.on_load_checkpoint(read_checkpoint(ckpt_path, "--ckpt_path"))
+
+    def before_instantiate_classes(self) -> None:
+        """Check what spans several groups, and complete the loggers."""
+        config = self.config[self.subcommand]
+        if config.trainer.barebones:
+            raise ConfigError(
+                "trainer.barebones",
+                True,
+                "a run needs its callbacks",
+                "Turn things off one by one, as with trainer.enable_progress_bar.",
+            )
+        config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir)
+        if self.subcommand == "fit":
+            check_end(config.trainer)
+            rank_zero_only(check_run_dir)(config.run_dir, config.ckpt_path)
+        config.trainer.logger = complete_logger(config.trainer.logger, config.run_dir)
+
+
+def _checkpoint_dir(run_dir: Path | None) -> Path | None:
+    return run_dir and run_dir / CHECKPOINTS  # None: links are computed before a missing --run_dir is reported
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Turn what Lightning raises for options that it refuses, or has no package for, into an error without a traceback.
+
+    Raises:
+        OptionsError: it refused them. JSONARGPARSE_DEBUG leaves its exception as it is.
+    """
+    try:
+        yield
+    except Eagle3Error:
+        raise
+    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+        if os.environ.get("JSONARGPARSE_DEBUG"):
+            raise
+        raise OptionsError(f"the options cannot be used: {' '.join(str(error).split())}") from error
+
+
+def check_callback(callback: Callback, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    """Have one of our callbacks check its options, which Lightning does only after the data module's `setup`.
+
+    Raises:
+        ConfigError: an option that the callback cannot use, under the name that it has here.
+    """
+    if not isinstance(callback, ExportCallback | AcceptanceCallback):
+        return
+    try:
+        callback.setup(trainer, module, stage)
+    except ConfigError as error:
+        if error.option != "--vllm-version":  # its name in `eagle3 export`
+            raise
+        raise ConfigError("export.vllm_version", error.value, error.problem, error.remedy) from error
+
+
+def check_run_dir(run_dir: Path, ckpt_path: str | None) -> None:
+    """Refuse to mix two runs in one directory; what a run leaves that never made a step is no run.
+
+    Raises:
+        ConfigError: the directory is a file, or holds something else and no checkpoint is resumed.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError("--run_dir", str(run_dir), "it is a file", "Name a new directory.")
+    files = (path for path in run_dir.rglob("*") if not path.is_dir())
+    if ckpt_path is None and any(not any(map(file.match, UNUSED)) for file in files):
+        resumable = (run_dir / CHECKPOINTS / "last.ckpt").is_file()
+        raise ConfigError(
+            "--run_dir",
+            str(run_dir),
+            "it exists and is not empty",
+            "Name a new directory, or go on with that run: --ckpt_path last."
+            if resumable
+            else "It has no checkpoint to go on from: remove it, or name a new directory.",
+        )
+
+
+def check_checkpoint(ckpt_path: Any, run_dir: Path) -> str | None:
+    """The checkpoint to load as a file, or None.
+
+    Lightning's own `last` starts a new run silently where there is no checkpoint; here it is an error.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if ckpt_path is None:
+        return None
+    file = run_dir / CHECKPOINTS / "last.ckpt" if str(ckpt_path) == "last" else Path(ckpt_path)
+    if not file.is_file():
+        raise ConfigError(
+            "--ckpt_path",
+            str(ckpt_path),
+            f"there is no checkpoint {file}",
+            "Name a checkpoint file, or leave --ckpt_path out to start a new run.",
+        )
+    return str(file)
+
+
+def check_end(trainer: Any) -> None:
+    """Refuse a run that would not end.
+
+    Raises:
+        ConfigError: neither steps, epochs nor a time are limited.
+    """
+    if trainer.max_steps < 0 and trainer.max_epochs in (None, -1) and trainer.max_time is None:
+        raise ConfigError(
+            "trainer.max_steps",
+            trainer.max_steps,
+            "the run would never end",
+            "Set trainer.max_steps, trainer.max_epochs or trainer.max_time.",
+        )

