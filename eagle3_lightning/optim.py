@@ -109,12 +109,12 @@ def schedule(options: OptimOptions, max_steps: int) -> Callable[[int], float]:
                 f"a {options.schedule} schedule needs to know when the run ends",
                 "Give --trainer.max_steps, or --model.optim.schedule constant.",
             )
-        if warmup >= max_steps:
+        if warmup > max_steps:
             raise ConfigError(
                 "model.optim.warmup_steps",
                 warmup,
                 f"the run ends at step {max_steps}, before the warm-up does",
-                f"Give fewer than {max_steps} steps of warm-up.",
+                f"Give at most {max_steps} steps of warm-up.",
             )
 
     def factor(step: int) -> float:
@@ -122,7 +122,7 @@ def schedule(options: OptimOptions, max_steps: int) -> Callable[[int], float]:
             return (step + 1) / (warmup + 1)
         if options.schedule == "constant":
             return 1.0
-        progress = min(1.0, (step - warmup) / (max_steps - warmup))
+        progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
         shape = 1 - progress if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return options.final_lr_ratio + (1 - options.final_lr_ratio) * shape
 
