@@ -43,7 +43,6 @@ TRAINER_DEFAULTS = {
     "log_every_n_steps": 10,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # the data module shards by itself
-    "callbacks": [TerminationCallback()],  # without options, so it has no group of its own
 }
 
 
@@ -59,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         Eagle3Module,
         HiddenStateDataModule,
         save_config_callback=RunConfigCallback,
-        trainer_defaults=TRAINER_DEFAULTS,
+        # It has no options, hence no group; a new one for each run, since it remembers signals.
+        trainer_defaults=TRAINER_DEFAULTS | {"callbacks": [TerminationCallback()]},
         seed_everything_default=0,
         parser_class=_Parser,
         auto_configure_optimizers=False,
