@@ -6,7 +6,7 @@ vLLM. Tensors are memory-mapped: picking 32,000 rows of an lm_head does not load
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma"
                    "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")  # fmt: skip
 # Files of a hub snapshot that this project or vLLM needs; everything else (ONNX, GGUF, original/) stays on the hub.
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
+_HUB_SIZES = ["config.json", "generation_config.json"]
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
@@ -99,20 +100,36 @@ def inspect_target(options: TargetOptions) -> TargetInfo:
         ConfigError: no such directory or hub repository, no config.json or safetensors, a size missing, or one
             whose embedding or lm_head cannot be used (quantized, biased, fewer rows than the vocabulary).
     """
-    path = _local_directory(options.path)
-    outer = _read_json(path, "config.json", options.path)
+    path = _local_directory(options.path, _HUB_PATTERNS)
+    described = _describe(path, options)
     files = CheckpointFiles(path, options.path)
-    config = _text_config(outer)
+    embedding = files.find(_EMBEDDING_NAMES, "embedding")
+    head = embedding if described.tie_word_embeddings else files.find(_HEAD_NAMES, "lm_head")
+    for name in {embedding, head}:
+        files.check_matrix(name, described.vocab_size, described.hidden_size)
+    config = text_config(read_config(path, options.path))
+    return replace(described, dtype=files.dtype(embedding), fingerprint=_fingerprint(config, files, (embedding, head)))
+
+
+def describe_target(options: TargetOptions) -> TargetInfo:
+    """The same from config.json alone, for a target whose weights are not here; it has no fingerprint.
+
+    Args:
+        options: a directory with config.json, or a hub id.
+
+    Raises:
+        ConfigError: no such directory or hub repository, no config.json, or a size missing.
+    """
+    return _describe(_local_directory(options.path, _HUB_SIZES), options)
+
+
+def _describe(path: Path, options: TargetOptions) -> TargetInfo:
+    outer = read_config(path, options.path)
+    config = text_config(outer)
     hidden_size, num_heads = (
         _size(config, "hidden_size", options.path),
         _size(config, "num_attention_heads", options.path),
     )
-    tied = bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False)))
-    vocab_size = _size(config, "vocab_size", options.path)
-    embedding = files.find(_EMBEDDING_NAMES, "embedding")
-    head = None if tied else files.find(_HEAD_NAMES, "lm_head")
-    for name in {embedding, head or embedding}:
-        files.check_matrix(name, vocab_size, hidden_size)
     granite_scale = config.get("logits_scaling")  # Granite divides where Cohere multiplies
     return TargetInfo(
         path=path,
@@ -125,18 +142,27 @@ def inspect_target(options: TargetOptions) -> TargetInfo:
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or config.get("v_head_dim") or hidden_size // num_heads),
-        vocab_size=vocab_size,
+        vocab_size=_size(config, "vocab_size", options.path),
         rms_norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_epsilon") or 1e-6),
         rope=_rope_parameters(config),
         max_position_embeddings=_size(config, "max_position_embeddings", options.path),
         hidden_act=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
-        dtype=files.dtype(embedding),
-        tie_word_embeddings=tied,
+        dtype=_stated_dtype(config, outer),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", False))),
         eos_token_ids=_eos_token_ids(path, config, outer),
         logit_scale=float(config.get("logit_scale") or (1 / granite_scale if granite_scale else 1.0)),
         logit_softcap=config.get("final_logit_softcapping"),
-        fingerprint=_fingerprint(config, files, (embedding, head or embedding)),
+        fingerprint="",
     )
+
+
+def _stated_dtype(*configs: dict[str, Any]) -> str:
+    """What config.json says of the weights that are not quantized; bfloat16 where it says nothing of use."""
+    for config in configs:
+        stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+        if stated in ("bfloat16", "float16", "float32"):
+            return stated
+    return "bfloat16"
 
 
 def load_embeddings(info: TargetInfo) -> Float[Tensor, "V H"]:
@@ -173,8 +199,8 @@ def load_final_norm(info: TargetInfo) -> Float[Tensor, " H"]:
     return weight + 1 if info.model_type in _NORMS_FROM_ONE else weight.clone()
 
 
-def _local_directory(path: str) -> Path:
-    """A checkpoint directory as it stands, or the local snapshot of a hub repository."""
+def _local_directory(path: str, patterns: list[str]) -> Path:
+    """A checkpoint directory as it stands, or the local snapshot of a hub repository's files of these patterns."""
     local = Path(path).expanduser()
     if local.is_dir():
         return local.resolve()
@@ -193,7 +219,7 @@ def _local_directory(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS)).resolve()
+        return Path(snapshot_download(path, allow_patterns=patterns)).resolve()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -223,7 +249,13 @@ def _read_json(directory: Path, name: str, given: str) -> dict[str, Any]:
     return content
 
 
-def _text_config(outer: dict[str, Any]) -> dict[str, Any]:
+def read_config(directory: Path, given: str) -> dict[str, Any]:
+    """A checkpoint's config.json; `given` is the checkpoint as the user named it."""
+    return _read_json(directory, "config.json", given)
+
+
+def text_config(outer: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json."""
     for key in _TEXT_CONFIG_KEYS:
         if isinstance(outer.get(key), dict):
             inner: dict[str, Any] = outer[key]
