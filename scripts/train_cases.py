@@ -1,6 +1,5 @@
 """Cases of bench_train.py: shapes, packings, and how many matrix FLOPs a step of each takes."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from eagle3_lightning.batch import Eagle3Batch
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.draft.plan import UnrollPlan, plan_unroll
+from eagle3_lightning.plan.flops import Work, flops_defined, flops_done
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -122,34 +122,14 @@ def make_batches(case: Case, device: str) -> list[Eagle3Batch]:
     return batches
 
 
-def attended_pairs(plan: UnrollPlan) -> int:
-    """(query, key) pairs of causal attention of all slots."""
-    return sum(n * (n + 1) // 2 for n in (b - a for a, b in itertools.pairwise(plan.slot_bounds)))
-
-
 def flops_by_definition(case: Case, plan: UnrollPlan) -> float:
     """Matrix FLOPs of a step as the definition reads: every step on every slot, backward included, nothing shared."""
-    c, k, t = case.config(), case.ttt_steps, plan.num_slots
-    h, qkv = c.hidden_size, sum(c.qkv_sizes)
-    layer = 2 * h * qkv + c.qkv_sizes[0] * h + 3 * h * c.intermediate_size
-    head = h * c.draft_vocab_size
-    products = 3 * k * layer + 2 * c.num_aux * h * h + (2 + case.train_head) * k * head + head
-    return 2.0 * t * products + k * 3.5 * 4 * c.qkv_sizes[0] * attended_pairs(plan)
+    return flops_defined(case.config(), case.ttt_steps, Work.of_plan(plan))
 
 
 def flops_executed(case: Case, plan: UnrollPlan) -> float:
     """Matrix FLOPs that our step really does: tokens projected once, rows and scored pairs only."""
-    c, k, t, n = case.config(), case.ttt_steps, plan.num_slots, plan.num_rows
-    h, qkv = c.hidden_size, sum(c.qkv_sizes)
-    head = h * c.draft_vocab_size
-    shared = 2 * t * (c.num_aux * h * h + h * qkv)
-    rows = 3 * (t + (k - 1) * n) * h * qkv + 3 * k * n * (c.qkv_sizes[0] * h + 3 * h * c.intermediate_size)
-    heads = (2 + case.train_head) * plan.num_pairs * head + plan.num_supervised * head
-    seen = 0
-    for d in plan.row_spans().documents:
-        num_rows, num_slots = d.row_end - d.row_start, d.slot_end - d.slot_start
-        seen += num_rows * num_slots - num_rows * (num_rows - 1) // 2
-    return 2.0 * (shared + rows + heads) + k * 3.5 * 4 * c.qkv_sizes[0] * seen
+    return flops_done(case.config(), case.ttt_steps, Work.of_plan(plan))
 
 
 def same_model(a: Case, b: Case) -> bool:

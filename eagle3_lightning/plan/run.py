@@ -1,0 +1,148 @@
+"""The options of a run as the plan reads them: typed, and where it runs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3_lightning.checks import COUNT, POSITIVE, check_numbers
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import (
+    BatchOptions,
+    DraftOptions,
+    EngineOptions,
+    LossOptions,
+    OptimOptions,
+    PromptOptions,
+    QueueOptions,
+    SamplingOptions,
+    TargetOptions,
+)
+
+# Lightning's names of the precisions that a fit takes, and the bytes of a master and of what is computed.
+_PRECISIONS = {
+    "32-true": (4, 4),
+    "32": (4, 4),
+    "None": (4, 4),
+    "64-true": (8, 8),
+    "64": (8, 8),
+    "bf16-mixed": (4, 2),
+    "bf16": (4, 2),
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the plan cannot know from the options of a run.
+
+    Attributes:
+        gpu_memory_gib: memory of each GPU as torch sees it; the default is an H200's.
+        matrix_tflops: rate of a large bf16 matrix product; None is an H200's on a GPU, and no estimate on a CPU.
+        bandwidth_gb_s: memory bandwidth; None likewise.
+        host_memory_gib: memory of the host; None does not check it for a GPU run, and is what is free here on a CPU.
+        prompt_tokens: mean length of a prompt (of a whole conversation in prefill mode); None assumes one.
+        answer_tokens: mean length of an answer; None is half of data.sampling.max_new_tokens.
+    """
+
+    gpu_memory_gib: float = 139.0
+    matrix_tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    host_memory_gib: float | None = None
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse senseless numbers."""
+        rates = dict.fromkeys(("gpu_memory_gib", "matrix_tflops", "bandwidth_gb_s", "host_memory_gib"), POSITIVE)
+        check_numbers("plan", self, **rates, prompt_tokens=COUNT, answer_tokens=COUNT)
+        if (self.matrix_tflops is None) != (self.bandwidth_gb_s is None):
+            raise ConfigError(
+                "plan.matrix_tflops",
+                self.matrix_tflops,
+                "a card's matrix rate and its bandwidth go together",
+                "Give both --plan.matrix_tflops and --plan.bandwidth_gb_s, or neither.",
+            )
+
+
+@dataclass
+class Run:
+    """The options of a run, typed, and where it runs."""
+
+    target: TargetOptions
+    draft: DraftOptions
+    loss: LossOptions
+    optim: OptimOptions
+    sampling: SamplingOptions
+    engine: EngineOptions
+    queue: QueueOptions
+    batch: BatchOptions
+    max_val_samples: int
+    on_cpu: bool
+    trainer_gpus: list[int]
+    master_bytes: int
+    compute_bytes: int
+    accumulate: int
+    max_steps: int
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(config: Any) -> Run:
+    """What `eagle3 fit` was asked for.
+
+    Args:
+        config: the parsed options of the command.
+
+    Raises:
+        ConfigError: a number of devices or a precision that the plan cannot read.
+    """
+    data, model, trainer = config.data, config.model, config.trainer
+    notes: list[str] = []
+    on_cpu, gpus = _devices(trainer.accelerator, trainer.devices, notes)
+    if str(trainer.precision) not in _PRECISIONS:
+        raise ConfigError(
+            "trainer.precision",
+            trainer.precision,
+            "the optimizer needs float32 weights",
+            "Use one of 32-true, 64-true, bf16-mixed.",
+        )
+    master, compute = _PRECISIONS[str(trainer.precision)]
+    return Run(
+        target=_typed(TargetOptions, config.target),
+        draft=_typed(DraftOptions, model.draft),
+        loss=_typed(LossOptions, model.loss),
+        optim=_typed(OptimOptions, model.optim),
+        sampling=_typed(SamplingOptions, data.sampling),
+        engine=_typed(EngineOptions, data.engine),
+        queue=_typed(QueueOptions, data.queue),
+        batch=_typed(BatchOptions, data.batch),
+        max_val_samples=data.prompts.max_val_samples if data.prompts else PromptOptions("").max_val_samples,
+        on_cpu=on_cpu,
+        trainer_gpus=gpus,
+        master_bytes=master,
+        compute_bytes=compute,
+        accumulate=int(trainer.accumulate_grad_batches),
+        max_steps=int(trainer.max_steps),
+        notes=notes,
+    )
+
+
+def _typed(kind: Any, options: Any) -> Any:
+    return kind() if options is None else kind(**options.as_dict())
+
+
+def _devices(accelerator: Any, devices: Any, notes: list[str]) -> tuple[bool, list[int]]:
+    """Whether the run is on the CPU, and the trainer's GPUs."""
+    if accelerator == "auto":
+        import torch
+
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+        notes.append(f"trainer.accelerator is auto: planned for {'a GPU' if accelerator == 'gpu' else 'the CPU'}")
+    if accelerator == "cpu":
+        return True, []
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if devices in ("auto", -1):
+        notes.append(f"trainer.devices is {devices}: planned for one GPU; with more, every one that is visible trains")
+        devices = 1
+    gpus = list(range(devices)) if isinstance(devices, int) else [int(d) for d in str(devices).strip("[]").split(",")]
+    if not gpus or min(gpus) < 0:
+        raise ConfigError("trainer.devices", devices, "no GPU would train", "Give a number of GPUs, or a list of them.")
+    return False, gpus
