@@ -1,13 +1,16 @@
-"""Reading a checkpoint file that may be anything: one guard for `eagle3 fit`, `validate` and `export`."""
+"""Checkpoint files: read with one guard for `eagle3 fit`, `validate` and `export`, and written whole or not at all."""
 
+import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import CheckpointError, ConfigError
 
 REMEDY = "Give a .ckpt that eagle3 fit wrote."
 _RECORD: dict[str, type | tuple[type, ...]] = {
@@ -72,3 +75,64 @@ def reason(error: Exception) -> str:
     """The first line of an error with its kind, which is all there is where it has no text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, has it on the disk and only then renames it.
+
+    Lightning 2.6 writes it into the system's temporary directory and moves it; from another file system that is a copy
+    over the earlier file, which a full disk or a kill leaves torn.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Called on rank 0.
+
+        Raises:
+            CheckpointError: it could not be written; a file of that name is as it was.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")  # one name: what a kill leaves is written over
+        writer: _Writer | None = None
+        try:
+            with partial.open("wb") as file:
+                writer = _Writer(file)
+                torch.save(checkpoint, writer)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            _sync_directory(path.parent)
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            cause = (writer and writer.error) or error
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written ({reason(cause)}); an earlier one is as it was. Free some "
+                "space and go on from it with --ckpt_path."
+            ) from error
+
+
+class _Writer:
+    """A file for torch.save, whose own error hides that of the disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

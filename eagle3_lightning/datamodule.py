@@ -228,6 +228,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
         previews = (p for round_ in rounds for p in preview_batch(round_.batch, self._streams["train"].chat))
         return list(islice(previews, num_samples))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are counters to ask for."""
+        return self._feed is not None
+
     def stats(self) -> DataStats:
         """Counters as of now."""
         assert self._feed is not None, "stats() needs open data"

@@ -42,3 +42,7 @@ class ProducerError(Eagle3Error):
 
 class SampleError(Eagle3Error):
     """Too many samples had to be dropped, or none was left to train on."""
+
+
+class CheckpointError(Eagle3Error):
+    """A checkpoint could not be written; the one before it is whole."""

@@ -1,6 +1,9 @@
 """Loggers from the configuration, completed: they write into the run's directory, and W&B needs no account."""
 
+import logging
 import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,9 @@ from jsonargparse import Namespace
 WANDB = "lightning.pytorch.loggers.WandbLogger"
 CSV = "lightning.pytorch.loggers.CSVLogger"
 WANDB_ID_FILE = "wandb_id"
+_WANDB_URL = "https://api.wandb.ai"
+_REACH_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 def complete_logger(logger: Any, run_dir: Path) -> Any:
@@ -57,6 +63,21 @@ def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
         arguments.id = _stable_id(run_dir)
     if not has_account():
         arguments.offline = True
+    if not arguments.offline and os.environ.get("WANDB_MODE", "online") == "online" and (fault := wandb_fault()):
+        _log.warning("%s: this run is logged offline, into %s; `wandb sync` sends it later", fault, run_dir / "wandb")
+        arguments.offline = True
+
+
+def wandb_fault() -> str | None:
+    """Why W&B's server cannot be used now; None if it answers. W&B itself would try for minutes, and then fail."""
+    url = os.environ.get("WANDB_BASE_URL") or _WANDB_URL
+    try:
+        urllib.request.urlopen(url, timeout=_REACH_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:  # it answered, and its front page is not what is needed
+        return f"W&B's server {url} answers with {error.code}" if error.code >= 500 else None
+    except (OSError, ValueError) as error:  # no route, no name, a bad certificate, no URL at all
+        return f"W&B's server {url} cannot be reached ({getattr(error, 'reason', None) or error})"
+    return None
 
 
 def _stable_id(run_dir: Path) -> str:

@@ -10,6 +10,8 @@ from eagle3_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from eagle3_lightning.serve.results import BenchReport
 
+SUMMARY_FILE = "summary.json"
+
 
 def update_summary(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Add values to a summary, over those of the same names; the file is replaced in one step.
@@ -35,8 +37,11 @@ def update_summary(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     summary |= values
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return dict(summary)
 
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,23 +22,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from eagle3_lightning.arguments import StrictParser
 from eagle3_lightning.callbacks.acceptance import AcceptanceCallback
+from eagle3_lightning.callbacks.data_summary import DataSummaryCallback
 from eagle3_lightning.callbacks.export import ExportCallback
 from eagle3_lightning.callbacks.preview import PreviewCallback
 from eagle3_lightning.callbacks.progress import ProgressCallback
 from eagle3_lightning.callbacks.run_config import RunConfigCallback
 from eagle3_lightning.callbacks.termination import TerminationCallback
 from eagle3_lightning.callbacks.throughput import ThroughputCallback
-from eagle3_lightning.checkpoints import read_checkpoint
+from eagle3_lightning.checkpoints import WholeFileIO, read_checkpoint
 from eagle3_lightning.datamodule import HiddenStateDataModule
 from eagle3_lightning.errors import ConfigError, Eagle3Error, OptionsError
 from eagle3_lightning.loggers import complete_logger
 from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.optim import schedule
 from eagle3_lightning.options import TargetOptions
+from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 
-CHECKPOINTS = "checkpoints"
-# What a run leaves that was refused or never made a step; metrics.csv is there from the first logged step on.
-UNUSED = ("vllm.log", "config*.yaml", "hparams.yaml")
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the end is trainer.max_steps, or max_epochs if it is given
     "log_every_n_steps": 10,
@@ -48,18 +48,46 @@ TRAINER_DEFAULTS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run `eagle3 fit ...` or `eagle3 validate ...`."""
+    lock, termination = RunLock(), TerminationCallback()  # new ones for each run: they remember
+    try:
+        termination.listen()
+        make_cli(Eagle3CLI, argv, lock, termination=termination)
+    finally:
+        lock.release()
+        termination.end()
+    return 0
+
+
+def make_cli(
+    kind: "type[Eagle3CLI]",
+    argv: Sequence[str],
+    lock: RunLock,
+    trainer_class: type[Trainer] = Trainer,
+    termination: TerminationCallback | None = None,
+) -> "Eagle3CLI":
+    """Parse the options and do what the command says.
+
+    Args:
+        kind: of the command line.
+        argv: the command and its options.
+        lock: of the run's directory.
+        trainer_class: whose methods are the commands.
+        termination: what signals do; like the data's summary, it has no options, hence no group.
+    """
     # LightningCLI 2.6 calls functions that jsonargparse has renamed; its users cannot do anything about it.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")  # Lightning's use of torch, likewise
-    Eagle3CLI(
+    return kind(
         Eagle3Module,
         HiddenStateDataModule,
+        lock=lock,
+        trainer_class=trainer_class,
         save_config_callback=RunConfigCallback,
-        # It has no options, hence no group; a new one for each run, since it remembers signals.
-        trainer_defaults=TRAINER_DEFAULTS | {"callbacks": [TerminationCallback()]},
+        trainer_defaults=TRAINER_DEFAULTS
+        | {"callbacks": [termination or TerminationCallback(), DataSummaryCallback()]},
         seed_everything_default=0,
         parser_class=_Parser,
         auto_configure_optimizers=False,
@@ -67,7 +95,6 @@ def main(argv: Sequence[str]) -> int:
         parser_kwargs={"prog": "eagle3"},
         args=list(argv),
     )
-    return 0
 
 
 class _Parser(StrictParser, LightningArgumentParser):
@@ -76,6 +103,17 @@ class _Parser(StrictParser, LightningArgumentParser):
 
 class Eagle3CLI(LightningCLI):
     """See the module's docstring."""
+
+    def __init__(self, *args: Any, lock: RunLock, **kwargs: Any) -> None:
+        """Parse, check, run.
+
+        Args:
+            args: LightningCLI's.
+            lock: taken on the run's directory; the caller releases it.
+            kwargs: LightningCLI's.
+        """
+        self._lock = lock
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -103,6 +141,8 @@ class Eagle3CLI(LightningCLI):
                 "checkpoint.save_last": True,
                 "checkpoint.filename": "step{step}",
                 "checkpoint.auto_insert_metric_name": False,
+                # Else the next last.ckpt becomes last-v1.ckpt where the resumed run did not know of the first.
+                "checkpoint.enable_version_counter": False,
             }
         )
         parser.link_arguments("run_dir", "checkpoint.dirpath", compute_fn=_checkpoint_dir)
@@ -139,12 +179,17 @@ class Eagle3CLI(LightningCLI):
             super().instantiate_classes()
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Leave out our callbacks for what the trainer's options turn off; Lightning would refuse the two together."""
+        """Leave out callbacks that the options turn off, which Lightning would refuse; write checkpoints whole."""
         unwanted = (
             *((ProgressCallback,) if config["enable_progress_bar"] is False else ()),
             *((ModelCheckpoint,) if config["enable_checkpointing"] is False else ()),
         )
-        return super()._instantiate_trainer(config, [entry for entry in callbacks if not isinstance(entry, unwanted)])
+        plugins = config.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(WholeFileIO())
+        kept = [entry for entry in callbacks if not isinstance(entry, unwanted)]
+        return super()._instantiate_trainer({**config, "plugins": plugins}, kept)
 
     def after_instantiate_classes(self) -> None:
         """Have refused before vLLM is started what Lightning and the callbacks come to only later."""
@@ -168,6 +213,7 @@ class Eagle3CLI(LightningCLI):
         config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir)
         if self.subcommand == "fit":
             check_end(config.trainer)
+            rank_zero_only(self._lock.acquire)(config.run_dir)
             rank_zero_only(check_run_dir)(config.run_dir, config.ckpt_path)
         config.trainer.logger = complete_logger(config.trainer.logger, config.run_dir)
 
@@ -207,27 +253,6 @@ def check_callback(callback: Callback, trainer: Trainer, module: LightningModule
         if error.option != "--vllm-version":  # its name in `eagle3 export`
             raise
         raise ConfigError("export.vllm_version", error.value, error.problem, error.remedy) from error
-
-
-def check_run_dir(run_dir: Path, ckpt_path: str | None) -> None:
-    """Refuse to mix two runs in one directory; what a run leaves that never made a step is no run.
-
-    Raises:
-        ConfigError: the directory is a file, or holds something else and no checkpoint is resumed.
-    """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError("--run_dir", str(run_dir), "it is a file", "Name a new directory.")
-    files = (path for path in run_dir.rglob("*") if not path.is_dir())
-    if ckpt_path is None and any(not any(map(file.match, UNUSED)) for file in files):
-        resumable = (run_dir / CHECKPOINTS / "last.ckpt").is_file()
-        raise ConfigError(
-            "--run_dir",
-            str(run_dir),
-            "it exists and is not empty",
-            "Name a new directory, or go on with that run: --ckpt_path last."
-            if resumable
-            else "It has no checkpoint to go on from: remove it, or name a new directory.",
-        )
 
 
 def check_checkpoint(ckpt_path: Any, run_dir: Path) -> str | None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -117,6 +118,8 @@ class Extractor:
         )
         self._queue: SampleQueue | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._monitor: threading.Thread | None = None
+        self._opened = ExitStack()  # what `start` has made, to be undone by `close`
         self._lost = threading.Event()
         self._lost_reason = ""
         self._log_start_bytes = 0
@@ -133,13 +136,13 @@ class Extractor:
         self._arena = Arena.create(
             options.capacity_tokens, options.block_tokens, self._num_layers, self._hidden_size, self._settings.dtype
         )
+        self._opened.callback(self._arena.close)
+        atexit.register(self.close)
         self._private_dir = _make_private_dir(options.socket_dir)
+        self._opened.callback(shutil.rmtree, self._private_dir, ignore_errors=True)
         listen = self._private_dir / "hub" if self._world_size > 1 else None
-        try:
-            self._hub = Hub(self._arena.layout.num_blocks, options.block_tokens, self._world_size, listen)
-        except ConfigError:
-            shutil.rmtree(self._private_dir)
-            raise
+        self._hub = Hub(self._arena.layout.num_blocks, options.block_tokens, self._world_size, listen)
+        self._opened.callback(self._hub.close)
         self._hub.on_producer_lost = self._note_lost
         self._hub.start()
         self.handle = QueueHandle(
@@ -150,7 +153,6 @@ class Extractor:
             step_timeout_s=self._engine.step_timeout_s,
             max_dropped_share=options.max_dropped_share,
         )
-        atexit.register(self.close)
         self._spawn(restarts=0)
         self._monitor = threading.Thread(target=self._watch, name="eagle3-supervisor", daemon=True)
         self._monitor.start()
@@ -178,25 +180,32 @@ class Extractor:
 
     def close(self) -> None:
         """End the producer and everything it started, within seconds; a second call does nothing."""
-        if self._closed or self._process is None:
+        if self._closed:
             return
+        # A signal may have ended `start` at any line: what is there is closed.
         self._closing = True
-        self._hub.shutdown_producer()
-        try:
-            self._process.wait(SHUTDOWN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the producer did not end within %.0f s and is killed", SHUTDOWN_TIMEOUT_S)
-        self._end_group()
-        self._monitor.join(timeout=KILL_TIMEOUT_S)
+        if self._process is not None:
+            self._end_producer()
+        if self._monitor is not None and self._monitor.ident is not None:
+            self._monitor.join(timeout=KILL_TIMEOUT_S)
+            self._end_group()  # it may have been starting another one just then
         if self._queue is not None:
             self._queue.close()
-        self._hub.close()
-        self._arena.close()
-        shutil.rmtree(self._private_dir, ignore_errors=True)
+        self._opened.close()
         atexit.unregister(self.close)
         self._closed = True
 
     # -- the process -----------------------------------------------------------------------------------------------
+
+    def _end_producer(self) -> None:
+        assert self._process is not None
+        if self._hub.serving:  # one that still starts does not listen
+            self._hub.shutdown_producer()
+            try:
+                self._process.wait(SHUTDOWN_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.warning("the producer did not end within %.0f s and is killed", SHUTDOWN_TIMEOUT_S)
+        self._end_group()
 
     def _spawn(self, restarts: int) -> None:
         ours, theirs = socket.socketpair()

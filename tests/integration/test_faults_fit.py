@@ -1,206 +1,237 @@
-"""`eagle3 fit` itself under fire: signals, a failing step, a full disk; and what a resume makes of it."""
+"""`eagle3 fit` under fire, with a real vLLM: kills, signals, a failing step, a full disk, each at the start and in
+steady state. It goes on without a lost or repeated sample, or ends within 30 s with a status that is not 0 and the
+reason; a resume is the undisturbed run to the last bit; no process, file, socket or shared memory of ours is left.
+"""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 
 import pytest
-import torch
-
-from eagle3_lightning.extract.watchdog import group_members
+from fault_support import (
+    CHECKPOINT_EVERY,
+    END_TIMEOUT_S,
+    NUM_STEPS,
+    OUTCOMES,
+    Fit,
+    assert_same,
+    fill,
+    make_material,
+    read_position,
+    small_disk,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.faults]
-SMOLLM2 = Path(__file__).parents[2] / ".cache/target/smollm2-135m"
-END_TIMEOUT_S = 30.0
-NUM_STEPS = 20
+PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # engine core and worker as processes of their own
+VICTIMS = {"vLLM producer": 0, "vLLM engine core": 1, "vLLM worker": 2}
+START, STEADY = "start-up", "steady state"
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    """The quickstart's target and texts of its tokens, to be prefilled."""
-    folder = tmp_path_factory.mktemp("material")
-    (folder / "target").symlink_to(SMOLLM2, target_is_directory=True)
-    generator = torch.Generator().manual_seed(0)
-    with (folder / "train.jsonl").open("w") as out:
-        for i in range(400):
-            ids = torch.randint(10, 512, (8 + i % 40,), generator=generator).tolist()
-            out.write(json.dumps({"ids": ids, "loss_mask": [0] * 3 + [1] * (len(ids) - 3)}) + "\n")
-    return folder
-
-
-class Fit:
-    """A running `eagle3 fit`."""
-
-    def __init__(self, material, run_dir, *flags, program="-m eagle3_lightning"):
-        self.run_dir = run_dir
-        self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))
-        self.log = (run_dir.parent / f"{run_dir.name}.log").open("w+")
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [
-            sys.executable,
-            *program.split(),
-            "fit",
-            f"--run_dir={run_dir}",
-            f"--target.path={material / 'target'}",
-        ]
-        command += [
-            f"--data.prompts.train=[{material / 'train.jsonl'}]",
-            "--data.prompts.val_fraction=0",
-            "--data.sampling.mode=prefill",
-            "--data.engine.max_model_len=128",
-            "--data.engine.max_num_seqs=16",
-            "--data.engine.cpu_threads=1",
-            "--data.queue={capacity_tokens: 4096, block_tokens: 16}",
-            "--data.batch={pack_tokens: 128, calibration_tokens: 512}",
-            "--model.draft={draft_vocab_size: 256}",
-            "--model.optim={warmup_steps: 2}",
-            "--trainer.accelerator=cpu",
-            f"--trainer.max_steps={NUM_STEPS}",
-            "--trainer.log_every_n_steps=1",
-            "--progress.every_s=0.1",
-            "--checkpoint.every_n_train_steps=5",
-            *flags,
-        ]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
-
-    def output(self):
-        self.log.flush()
-        return Path(self.log.name).read_text()
-
-    def wait_for_step(self, step):
-        self.wait_until(lambda: any(s >= step for s in self.losses()), f"step {step}")
-
-    def wait_until(self, condition, what, timeout_s=150.0):
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline_s, f"no {what}: {self.output()[-3000:]}"
-            time.sleep(0.05)
-
-    def producers(self):
-        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-
-    def losses(self):
-        """Loss of each logged step so far."""
-        found = {}
-        for file in self.run_dir.rglob("metrics.csv"):
-            header, *lines = file.read_text().splitlines()
-            names = header.split(",")
-            for line in lines:
-                row = dict(zip(names, line.split(","), strict=False))
-                if row.get("train/loss"):
-                    found[int(row["step"])] = row["train/loss"]
-        return found
-
-    def finish(self, timeout_s=END_TIMEOUT_S):
-        started_s = time.monotonic()
-        status = self.process.wait(timeout=timeout_s + 60)
-        return status, time.monotonic() - started_s
-
-    def assert_nothing_left(self, groups):
-        deadline_s = time.monotonic() + END_TIMEOUT_S
-        while any(group_members(int(group)) for group in groups) or any(self.temporary.glob("eagle3-*")):
-            assert time.monotonic() < deadline_s, [group_members(int(g)) for g in groups]
-            time.sleep(0.1)
+    return make_material(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture(scope="module")
 def straight(material, tmp_path_factory):
-    """Losses of a run that nothing disturbs."""
-    fit = Fit(material, tmp_path_factory.mktemp("straight") / "run")
-    status, _ = fit.finish(timeout_s=200)
-    assert status == 0, fit.output()[-3000:]
-    return fit.losses()
+    """The rows of a run that nothing disturbs."""
+    rows = Fit(material, tmp_path_factory.mktemp("straight") / "run").succeed().rows()
+    assert [row[0] for row in rows] == list(range(1, NUM_STEPS + 1))
+    samples = [sample for _, ids, _ in rows for sample in ids]
+    assert samples == list(range(len(samples)))
+    return rows
 
 
-def resume_equals(material, straight, run_dir):
-    """A run that goes on from last.ckpt has the losses of the straight one, to the last digit written."""
-    resumed = Fit(material, run_dir, "--ckpt_path=last")
-    status, _ = resumed.finish(timeout_s=200)
-    assert status == 0, resumed.output()[-3000:]
-    losses = resumed.losses()
-    assert losses and all(straight[step] == loss for step, loss in losses.items()), (straight, losses)
-    assert max(losses) == max(straight)
+def resume(material, run_dir, straight, step):
+    """Go on from last.ckpt, which was written behind `step`: the rest of the undisturbed run, bit for bit."""
+    assert read_position(run_dir / "checkpoints" / "last.ckpt")[0] == step
+    rows = Fit(material, run_dir, "--ckpt_path=last", name="-resumed").succeed().rows()
+    assert [row[0] for row in rows] == list(range(step + 1, NUM_STEPS + 1))
+    assert_same(rows, straight)
+    last = read_position(run_dir / "checkpoints" / "last.ckpt")
+    assert last == (NUM_STEPS, straight[-1][1][-1] + 1)
 
 
-def test_sigterm_writes_a_checkpoint_and_exits_143_and_the_resume_is_exact(material, straight, tmp_path):
-    fit = Fit(material, tmp_path / "run")
-    fit.wait_for_step(7)
-    groups = fit.producers()
-    fit.process.send_signal(signal.SIGTERM)
+def ended(fit, reason):
+    """Seconds and status of an end in time, with its reason, and with nothing left."""
     status, seconds = fit.finish()
-    assert status == 143 and seconds < END_TIMEOUT_S, fit.output()[-3000:]
-    fit.assert_nothing_left(groups)
-    resume_equals(material, straight, tmp_path / "run")
-    print(
-        f"| trainer, SIGTERM | steady state | last.ckpt, exit 143 after {seconds:.1f} s; resumed without a difference |"
-    )
+    assert status != 0
+    assert seconds < END_TIMEOUT_S
+    assert reason in fit.output(), fit.output()[-3000:]
+    fit.assert_nothing_left()
+    return f"ended after {seconds:.1f} s with {status}"
 
 
-def test_kill_9_of_the_trainer_and_the_resume_is_exact(material, straight, tmp_path):
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_of_a_part_of_vllm_while_it_starts(material, tmp_path, victim):
+    fit = Fit(material, tmp_path / "run", "--data.batch.max_restarts=1", environment=PROCESSES)
+    fit.wait_until(lambda: len(fit.vllm_processes()) > VICTIMS[victim], victim)
+    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    outcome = ended(fit, "vLLM's producer")
+    assert "The last lines of" in fit.output()
+    OUTCOMES.append((f"{victim}, SIGKILL", START, f"{outcome}: reason and end of vllm.log"))
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_of_a_part_of_vllm_with_a_restart_left(material, straight, tmp_path, victim):
+    fit = Fit(material, tmp_path / "run", "--data.batch.max_restarts=1", environment=PROCESSES)
+    fit.wait_for_step(2)
+    assert len(fit.vllm_processes()) == 3
+    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    rows = fit.succeed().rows()
+    assert [row[0] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert_same(rows, straight)
+    assert "restart 1 of 1" in fit.output()
+    OUTCOMES.append((f"{victim}, SIGKILL, a restart left", STEADY, "recovered: same batches, same losses to the bit"))
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_of_a_part_of_vllm_with_no_restart_left(material, tmp_path, victim):
+    fit = Fit(material, tmp_path / "run", environment=PROCESSES)
+    fit.wait_for_step(2)
+    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    outcome = ended(fit, "vLLM's producer")
+    assert "The last lines of" in fit.output()
+    OUTCOMES.append((f"{victim}, SIGKILL", STEADY, f"{outcome}: reason and end of vllm.log"))
+
+
+def test_kill_9_of_the_trainer_at_the_start(material, tmp_path):
     fit = Fit(material, tmp_path / "run")
-    fit.wait_for_step(8)
-    groups = fit.producers()
+    fit.wait_for_vllm()
     fit.process.kill()
     fit.finish()
-    fit.assert_nothing_left(groups)
-    resume_equals(material, straight, tmp_path / "run")
-    print("| trainer, SIGKILL | steady state | nothing left; resumed from step 5 without a difference |")
+    fit.assert_nothing_left()
+    # The directory is not locked or in the way: the next one gets as far.
+    again = Fit(material, tmp_path / "run")
+    again.wait_for_vllm()
+    again.process.kill()
+    again.finish()
+    again.assert_nothing_left()
+    OUTCOMES.append(("trainer, SIGKILL", START, "nothing left; the run directory can be used again"))
+
+
+def test_kill_9_of_the_trainer_and_resume(material, straight, tmp_path):
+    """20 steps straight against 10, kill -9, resume, 10."""
+    fit = Fit(material, tmp_path / "run")
+    fit.wait_for_step(CHECKPOINT_EVERY + 2)
+    fit.process.kill()
+    fit.finish()
+    fit.assert_nothing_left()
+    assert_same(fit.rows(), straight)
+    resume(material, tmp_path / "run", straight, CHECKPOINT_EVERY)
+    OUTCOMES.append(("trainer, SIGKILL", STEADY, "resumed from step 10: same batches, same losses to the bit"))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_start_up_ends_the_run(material, tmp_path, sign):
+def test_a_signal_at_the_start(material, tmp_path, sign):
     fit = Fit(material, tmp_path / "run")
-    fit.wait_until(lambda: (tmp_path / "run" / "vllm.log").exists(), "vllm.log")
-    time.sleep(2)
-    groups = fit.producers()
+    fit.wait_for_vllm()
     fit.process.send_signal(sign)
-    status, seconds = fit.finish()
-    assert status != 0 and seconds < END_TIMEOUT_S, fit.output()[-3000:]
-    fit.assert_nothing_left(groups)
-    print(f"| trainer, {sign.name} | start-up | exit status {status} after {seconds:.1f} s |")
+    outcome = ended(fit, f"eagle3 fit: ended by {sign.name}")
+    assert fit.process.returncode == 128 + sign
+    assert not list((tmp_path / "run").rglob("*.ckpt"))
+    OUTCOMES.append((f"trainer, {sign.name}", START, outcome))
 
 
-def test_sigint_in_steady_state_ends_the_run(material, tmp_path):
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [3, CHECKPOINT_EVERY + 3])
+def test_a_signal_writes_a_checkpoint_that_can_be_resumed(material, straight, tmp_path, sign, step):
     fit = Fit(material, tmp_path / "run")
-    fit.wait_for_step(3)
-    groups = fit.producers()
-    fit.process.send_signal(signal.SIGINT)
-    status, seconds = fit.finish()
-    assert status not in (0, None) and seconds < END_TIMEOUT_S, fit.output()[-3000:]
-    fit.assert_nothing_left(groups)
-    print(f"| trainer, SIGINT | steady state | exit status {status} after {seconds:.1f} s |")
+    fit.wait_for_step(step)
+    fit.process.send_signal(sign)
+    outcome = ended(fit, f"eagle3 fit: ended by {sign.name}")
+    assert fit.process.returncode == 128 + sign
+    assert_same(fit.rows(), straight)
+    reached = fit.rows()[-1][0]
+    assert read_position(tmp_path / "run/checkpoints/last.ckpt") == (reached, straight[reached - 1][1][-1] + 1)
+    resume(material, tmp_path / "run", straight, reached)
+    OUTCOMES.append((f"trainer, {sign.name}", f"{STEADY}, step {reached}", f"{outcome}, last.ckpt; resumed to the bit"))
 
 
-BROKEN = {
-    "exception in the training step": (
-        "from eagle3_lightning.module import Eagle3Module as M; step = M.training_step\n"
-        "def bad(self, *a):\n    if self.global_step == 4: raise RuntimeError('a step that fails')\n"
-        "    return step(self, *a)\n"
-        "M.training_step = bad",
-        "a step that fails",
-    ),
-    "full disk at a checkpoint": (
-        "import torch; save = torch.save\n"
-        "def bad(*a, **k): raise OSError(28, 'No space left on device')\ntorch.save = bad",
-        "No space left on device",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_failing_trainer_ends_with_its_reason_and_takes_vllm_with_it(material, tmp_path, name):
-    patch, reason = BROKEN[name]
+@pytest.mark.parametrize(("when", "step"), [(START, 0), (STEADY, 4)])
+def test_an_exception_in_the_training_step(material, tmp_path, when, step):
     program = tmp_path / "broken.py"
-    program.write_text(f"import sys\n{patch}\nfrom eagle3_lightning.cli import main\nsys.exit(main())\n")
+    program.write_text(
+        "import sys\nfrom eagle3_lightning.cli import main\nfrom eagle3_lightning.module import Eagle3Module as M\n"
+        "good = M.training_step\n"
+        "def bad(self, *given):\n"
+        f"    if self.global_step == {step}: raise RuntimeError('a step that fails')\n"
+        "    return good(self, *given)\n"
+        "M.training_step = bad\nsys.exit(main())\n"
+    )
     fit = Fit(material, tmp_path / "run", program=str(program))
-    fit.wait_until(lambda: (tmp_path / "run" / "vllm.log").exists(), "vllm.log")
-    groups = fit.producers()
-    status, _ = fit.finish(timeout_s=150)
-    assert status not in (0, None) and reason in fit.output(), fit.output()[-3000:]
-    fit.assert_nothing_left(groups)
-    print(f"| {name} | steady state | exit status {status}: {reason} |")
+    fit.wait_for_vllm()
+    fit.wait_until(lambda: "a step that fails" in fit.output() or fit.process.poll() is not None, "failure")
+    outcome = ended(fit, "RuntimeError: a step that fails")
+    OUTCOMES.append(("exception in the training step", f"{when}, step {step + 1}", f"{outcome}: traceback"))
+
+
+def test_a_disk_that_is_full_from_the_start(material, tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        fill(disk)
+        fit = Fit(material, disk / "run")
+        outcome = ended_soon(fit, "No space left on device")
+        assert "Traceback" not in fit.output()
+    OUTCOMES.append(("full disk", START, f"{outcome}, one line"))
+
+
+def test_a_disk_too_small_for_the_first_checkpoint(material, tmp_path):
+    with small_disk(tmp_path / "run" / "checkpoints", "64k") as disk:
+        fit = Fit(material, tmp_path / "run", "--checkpoint.every_n_train_steps=1")
+        outcome = ended_soon(fit, "No space left on device")
+        assert "Traceback" not in fit.output()
+        assert list(disk.rglob("*")) == []
+    OUTCOMES.append(("full disk at checkpoint", f"{START}, first", f"{outcome}, one line, nothing torn"))
+
+
+def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(material, straight, tmp_path):
+    with small_disk(tmp_path / "run" / "checkpoints", "64m") as disk:
+        fit = Fit(material, tmp_path / "run")
+        fit.wait_for_step(CHECKPOINT_EVERY + 1)
+        filler = fill(disk)
+        outcome = ended_soon(fit, "No space left on device")
+        assert "Traceback" not in fit.output()
+        assert not list(disk.glob(".*"))
+        filler.unlink()
+        resume(material, tmp_path / "run", straight, CHECKPOINT_EVERY)
+    OUTCOMES.append(("full disk at checkpoint", STEADY, f"{outcome}, one line; resumed from the one before to the bit"))
+
+
+def test_sigterm_on_a_full_disk(material, tmp_path):
+    with small_disk(tmp_path / "run" / "checkpoints", "64k") as disk:
+        fill(disk)
+        fit = Fit(material, tmp_path / "run")
+        fit.wait_for_step(3)
+        fit.process.terminate()
+        outcome = ended(fit, "No space left on device")
+        assert fit.process.returncode == 143
+    OUTCOMES.append(("trainer, SIGTERM on a full disk", STEADY, f"{outcome}, says that nothing was written"))
+
+
+def ended_soon(fit, reason):
+    """The end of a run that comes upon its fault by itself: counted from its first words about it."""
+    fit.process.wait(timeout=240)
+    return ended(fit, reason).replace("after 0.0 s ", "")
+
+
+def test_a_second_fit_is_refused_while_the_first_starts_and_while_it_runs(material, tmp_path):
+    first = Fit(material, tmp_path / "run")
+    first.wait_until(lambda: (tmp_path / "run" / ".lock").exists(), ".lock")
+    try:
+        for when in (START, STEADY):
+            before = sorted(path for path in (tmp_path / "run").iterdir())
+            second = Fit(material, tmp_path / "run", "--ckpt_path=last" if when == STEADY else "--seed_everything=1")
+            second.process.wait(60)
+            lines = [line for line in second.output().splitlines() if "another run is using it" in line]
+            assert second.process.returncode == 2
+            assert len(lines) == 1
+            assert f"process {first.process.pid} " in lines[0]
+            assert "Traceback" not in second.output()
+            assert set(before) <= set((tmp_path / "run").iterdir())
+            assert not (tmp_path / "run" / "config_2.yaml").exists()
+            second.assert_nothing_left()
+            OUTCOMES.append(("a second fit in the directory", f"{when} of the first", "refused in one line with 2"))
+            if when == START:
+                first.wait_for_step(CHECKPOINT_EVERY + 1)
+    finally:
+        first.succeed()
+    assert not (tmp_path / "run" / ".lock").exists()

@@ -1,12 +1,17 @@
 """What the callbacks log and print, and that docs/metrics.md describes all of it."""
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from jsonargparse import Namespace
 
 from eagle3_lightning.callbacks.acceptance import keep, serve_metrics
+from eagle3_lightning.callbacks.data_summary import totals, totals_line
 from eagle3_lightning.callbacks.progress import status_line
 from eagle3_lightning.callbacks.run_config import free_name
 from eagle3_lightning.callbacks.throughput import rates
@@ -53,6 +58,16 @@ def test_rates_are_of_the_time_between() -> None:
 def test_counters_of_a_restarted_producer_are_not_negative() -> None:
     found = rates(make_stats(1000, 10.0, 1.0), make_stats(10, 0.5, 1.0), elapsed_s=1.0)
     assert all(value >= 0 for value in found.values())
+
+
+def test_a_run_is_summed_up() -> None:
+    found = totals(make_stats(1000, 10.0, 1.0), elapsed_s=4.0)
+    assert (found["samples_taken"], found["samples_dropped"], found["samples_cut"]) == (20, {"too_long": 2}, 5)
+    assert (found["producer_restarts"], found["trainer_wait_s"], found["trainer_wait_share"]) == (0, 1.0, 0.25)
+    assert totals_line(found) == (
+        "20 samples taken, 2 dropped (too_long 2), 5 cut by the length limit; 0 restarts of vLLM; the trainer waited "
+        "1.0 s (25.0%) for data, vLLM 2.5 s for room in the queue"
+    )
 
 
 def test_every_logged_metric_is_described() -> None:
@@ -102,8 +117,52 @@ def test_wandb_is_offline_without_an_account_and_keeps_its_id(tmp_path: Path, mo
     logger, csv = complete_logger(wandb_config(), run_dir)
     assert logger.init_args.id == "abc123"
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    logger, csv = complete_logger(wandb_config(), run_dir)
+    with answering(404) as url:
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        logger, csv = complete_logger(wandb_config(), run_dir)
     assert logger.init_args.offline is False
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """The address of a server that gives every request the same answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["closed port", "503", "no URL"])
+def test_an_unreachable_wandb_server_makes_the_run_an_offline_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    with answering(503) as url:
+        pass
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    if fault == "503":
+        with answering(503) as url:
+            monkeypatch.setenv("WANDB_BASE_URL", url)
+            logger, _ = complete_logger(wandb_config(), tmp_path)
+    else:
+        monkeypatch.setenv("WANDB_BASE_URL", url if fault == "closed port" else "nowhere")
+        logger, _ = complete_logger(wandb_config(), tmp_path)
+    assert logger.init_args.offline is True
+    assert f"offline, into {tmp_path / 'wandb'}" in caplog.text
+    assert {"closed port": url, "503": "answers with 503", "no URL": "nowhere"}[fault] in caplog.text
+    monkeypatch.setenv("WANDB_MODE", "offline")  # asked for: nobody is asked, nothing to say
+    caplog.clear()
+    complete_logger(wandb_config(), tmp_path)
+    assert caplog.text == ""
 
 
 def test_csv_is_the_default_logger(tmp_path: Path) -> None:
