@@ -2,7 +2,7 @@
 
 A feed gives the samples of a stream in the order of their index. With a cache, rank 0 asks vLLM only for rows that are
 not on disk and says of the others that they are (`Stored`), so that all ranks agree without looking; each rank keeps
-the samples that it assembles. When an epoch ends with every row on disk, a single rank lets vLLM go.
+the samples that it assembles. When an epoch ends with every row on disk, vLLM is let go.
 """
 
 import logging
@@ -124,7 +124,7 @@ class QueueFeed:
         streams: dict[Stream, RequestStream],
         store: SampleStore | None,
         disk: DiskFeed | None,
-        release_engine: bool,
+        alone: bool,
     ) -> None:
         """Take over a running queue.
 
@@ -134,11 +134,11 @@ class QueueFeed:
             streams: the requests.
             store: keeps what is made; None keeps nothing.
             disk: reads the store once it is complete.
-            release_engine: let vLLM go then.
+            alone: there is no other rank, which might still read the arena when this one is through with it.
         """
         self.ready: Ready | None = None
         self._queue, self._extractor, self._streams = queue, extractor, streams
-        self._store, self._disk, self._release_engine = store, disk, release_engine
+        self._store, self._disk, self._alone = store, disk, alone
         self._only_disk = False
         self._closing = threading.Event()
         self._next: dict[Stream, int] = {}
@@ -233,7 +233,7 @@ class QueueFeed:
         """At an epoch's end: whether every row is on disk, once all of the epoch has been assembled."""
         assert self._store is not None
         num_rows = self._streams["train"].num_rows
-        if not self._release_engine or num_rows is None:
+        if num_rows is None:
             return False
         while not self._closing.is_set() and not self._store.is_full:
             if self._store.has_all("train", range(num_rows)):
@@ -244,12 +244,16 @@ class QueueFeed:
         return False
 
     def _go_on_from_disk(self) -> AnySample | Dropped | None:
+        """Every rank gets here at the same sample: the feeder of rank 0 has ended the stream."""
         assert self._disk is not None
-        assert self._extractor is not None
-        _log.info("all samples are on disk: vLLM is not needed any more and ends")
         self._disk.begin("train", self._next["train"], None)
         self._only_disk = True
-        self._extractor.close()
+        if self._extractor is not None:
+            _log.info("all samples are on disk: vLLM is not needed any more and ends")
+            if self._alone:
+                self._extractor.close()
+            else:
+                self._extractor.end_producer()
         return self._disk.get("train")
 
 

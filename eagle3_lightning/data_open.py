@@ -143,8 +143,8 @@ class DataOpener:
             return dict(streams), disk
         assert self._trainer is not None
         queue = self._open_queue()
-        alone = self._trainer.world_size == 1  # other ranks may still read the arena when this one is through
-        return dict(streams), QueueFeed(queue, self.extractor, streams, store, disk, release_engine=alone)
+        alone = self._trainer.world_size == 1
+        return dict(streams), QueueFeed(queue, self.extractor, streams, store, disk, alone)
 
     def _open_store(self, streams: dict[Stream, RequestStream]) -> tuple[SampleStore | None, DiskFeed | None]:
         if self._options.cache.dir is None:

@@ -178,6 +178,12 @@ class Extractor:
         """Process id of the producer, which leads the process group of all that it starts."""
         return self._process.pid if self._process else None
 
+    def end_producer(self) -> None:
+        """End vLLM while other ranks may still read what it made; `close` is still due."""
+        self._closing = True
+        if self._process is not None:
+            self._end_producer()
+
     def close(self) -> None:
         """End the producer and everything it started, within seconds; a second call does nothing."""
         if self._closed:

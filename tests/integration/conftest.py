@@ -1,7 +1,15 @@
-"""Prints what became of each fault as one table."""
+"""Prints what became of each fault as one table, and leaves nothing running behind a test that failed."""
+
+from collections.abc import Iterator
 
 import pytest
-from fault_support import OUTCOMES
+from fault_support import OUTCOMES, end_running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on() -> Iterator[None]:
+    yield
+    end_running()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -63,6 +63,8 @@ def make_material(folder: Path) -> Path:
 class Fit:
     """A running `eagle3 fit`."""
 
+    running: "list[Fit]" = []
+
     def __init__(
         self,
         material: Path,
@@ -115,6 +117,7 @@ class Fit:
             },
             start_new_session=True,
         )
+        Fit.running.append(self)
 
     # -- while it runs ---------------------------------------------------------------------------------------------
 
@@ -197,6 +200,15 @@ class Fit:
         """Names that Python, torch or vLLM give, that were not there before; other tests may run beside this one."""
         names = set(os.listdir("/dev/shm")) - self.shared_before
         return {name for name in names if re.match(r"(psm_|torch_|sem\.mp-|vllm|eagle3)", name) and not _in_use(name)}
+
+
+def end_running() -> None:
+    """After a test, also a failed one: vLLM and other ranks end with the process that they belong to."""
+    for fit in Fit.running:
+        if fit.process.poll() is None:
+            fit.process.kill()
+            fit.process.wait()
+    Fit.running.clear()
 
 
 def _in_use(name: str) -> bool:

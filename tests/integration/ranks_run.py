@@ -2,10 +2,11 @@
 
     python ranks_run.py TARGET PROMPTS OUT MAX_STEPS ACCUMULATE [CHECKPOINT]
 
-Lightning starts the second rank by running this file again.
+Lightning starts the second rank by running this file again. With CACHE_DIR in the environment samples are kept there.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from toy_engine import ToyDataModule
 
 from eagle3_lightning.options import (
     BatchOptions,
+    CacheOptions,
     EngineOptions,
     PromptOptions,
     SamplingOptions,
@@ -32,6 +34,7 @@ class Recorder(pl.LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(8))
         self.steps: dict[int, list[list[int]]] = {}
         self.calibration: list[float] = []
+        self.engine_runs: list[bool] = []
 
     def on_fit_start(self) -> None:
         if self.trainer.ckpt_path is None:
@@ -40,6 +43,8 @@ class Recorder(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):  # type: ignore[no-untyped-def]
         self.steps.setdefault(self.trainer.global_step, []).append(batch.sample_ids)
+        extractor = self.trainer.datamodule._extractor  # type: ignore[attr-defined]
+        self.engine_runs.append(extractor is not None and extractor._thread.is_alive())
         return (batch.features.mean((0, 1)) * self.weight).sum() + 0 * self.weight.sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -55,6 +60,7 @@ def main() -> None:
         SamplingOptions(mode="prefill"),
         EngineOptions(max_model_len=512),
         batch=BatchOptions(pack_tokens=160, static_shapes=False, calibration_tokens=400),
+        cache=CacheOptions(Path(os.environ["CACHE_DIR"])) if "CACHE_DIR" in os.environ else None,
         run_dir=Path(out),
     )
     saver = pl.callbacks.ModelCheckpoint(Path(out) / "ckpt", "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -65,6 +71,7 @@ def main() -> None:
     module = Recorder()
     trainer.fit(module, data, ckpt_path=checkpoint[0] if checkpoint else None)
     record = {"steps": module.steps, "weight": module.weight.tolist(), "calibration": module.calibration}
+    record["engine_runs"] = module.engine_runs
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
 
 

@@ -23,13 +23,14 @@ def place(tmp_path_factory):
     return directory
 
 
-def run(place, name, max_steps, accumulate, checkpoint=None):
+def run(place, name, max_steps, accumulate, checkpoint=None, **variables):
     arguments = [place / "target", place / "prompts.jsonl", place / name, max_steps, accumulate]
     arguments += [checkpoint] if checkpoint else []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        **variables,
     }
     script = Path(__file__).with_name("ranks_run.py")
     command = [sys.executable, script, *map(str, arguments)]
@@ -72,3 +73,19 @@ def test_a_resumed_run_goes_on_where_it_stood(place, whole):
     for rank in (0, 1):
         assert part[rank]["steps"] == {step: ids for step, ids in ranks[rank]["steps"].items() if int(step) >= at}
         assert part[rank]["weight"] == ranks[rank]["weight"]
+
+
+def test_vllm_ends_when_all_samples_are_on_disk_and_no_rank_sees_a_difference(place):
+    plain = run(place, "plain", 24, 1)
+    kept = run(place, "kept", 24, 1, CACHE_DIR=str(place / "cache"))
+    for rank in (0, 1):
+        assert kept[rank]["steps"] == plain[rank]["steps"]
+        assert kept[rank]["weight"] == plain[rank]["weight"]
+    runs = kept[0]["engine_runs"]
+    assert all(plain[0]["engine_runs"])
+    assert runs[0]
+    assert not runs[-1]
+    assert max(i for ids in kept[0]["steps"].values() for pack in ids for i in pack) > 2 * NUM_PROMPTS
+    again = run(place, "again", 24, 1, CACHE_DIR=str(place / "cache"))
+    assert not any(again[0]["engine_runs"])
+    assert [again[rank]["weight"] for rank in (0, 1)] == [plain[rank]["weight"] for rank in (0, 1)]

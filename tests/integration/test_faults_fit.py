@@ -5,6 +5,7 @@ reason; a resume is the undisturbed run to the last bit; no process, file, socke
 
 import os
 import signal
+import socket
 
 import pytest
 from fault_support import (
@@ -205,6 +206,21 @@ def test_sigterm_on_a_full_disk(material, tmp_path):
         outcome = ended(fit, "No space left on device")
         assert fit.process.returncode == 143
     OUTCOMES.append(("trainer, SIGTERM on a full disk", STEADY, f"{outcome}, says that nothing was written"))
+
+
+def test_a_wandb_server_that_cannot_be_reached(material, straight, tmp_path):
+    with socket.socket() as closed:  # bound, not listening: a connection is refused
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        account = {"WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": url}
+        fit = Fit(material, tmp_path / "run", "--trainer.logger=WandbLogger", environment=account).succeed()
+    assert_same(fit.rows(), straight)
+    assert len(fit.rows()) == NUM_STEPS
+    (line,) = [line for line in fit.output().splitlines() if "this run is logged offline" in line]
+    assert url in line
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert file.stat().st_size > 0
+    OUTCOMES.append(("W&B server unreachable", START, "went on offline, said so; same losses to the bit"))
 
 
 def ended_soon(fit, reason):

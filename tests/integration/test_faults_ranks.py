@@ -39,7 +39,7 @@ def straight(material, tmp_path_factory):
 
 def other_rank(fit):
     """The process that Lightning started for rank 1."""
-    (pid,) = [p for p in fit.descendants() if b"LOCAL_RANK=1" in environ(p) and b"eagle3_lightning\0fit" in command(p)]
+    (pid,) = [p for p in fit.descendants() if b"LOCAL_RANK=1" in environ(p) and b"\0fit\0" in command(p)]
     return pid
 
 

@@ -64,13 +64,16 @@ class ToyExtractor:
             self._queue = SampleQueue(ours, self._arena, self.handle)
         return self._queue
 
+    def end_producer(self) -> None:
+        self._hub.shutdown_producer()
+        self._thread.join(5.0)
+        assert not self._thread.is_alive(), "the hub did not pass the shutdown on"
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._hub.shutdown_producer()
-        self._thread.join(5.0)
-        assert not self._thread.is_alive(), "the hub did not pass the shutdown on"
+        self.end_producer()
         if self._queue is not None:
             self._queue.close()
         self._hub.close()
