@@ -14,6 +14,7 @@ from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.watchdog import ChildGuard
 from eagle3_lightning.stream.arena import ArenaLayout
 from eagle3_lightning.stream.messages import Submit
+from eagle3_lightning.target import read_config
 
 CONFIG_KEY = "eagle3"  # of the tap, in additional_config and in a request's extra_args
 PROCESS_ENV = "EAGLE3_TAP"
@@ -187,7 +188,10 @@ def prepare_environment(settings: EngineSettings, trainer_pid: int, private_dir:
         "VLLM_LOGGING_COLOR": "0",
         "HF_HUB_OFFLINE": "1",  # the target is a local directory by now
     }
-    if not torch.cuda.is_available() and settings.tensor_parallel_size == 1:
+    model_path = Path(settings.model_path)
+    seeing = "vision_config" in read_config(model_path, settings.model_path)
+    # Beside an image processor that imports numba (Kimi-K2.5's), a worker of vLLM 0.32 does not start.
+    if not torch.cuda.is_available() and settings.tensor_parallel_size == 1 and not seeing:
         # Engine core and worker inside the producer: one import of vLLM instead of three, 10 s to start instead of 23,
         # and on a CPU there is no second device that separate processes could keep busy.
         defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

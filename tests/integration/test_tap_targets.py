@@ -2,7 +2,7 @@
 
 import pytest
 from extract_support import collect, extractor, random_prompts, read_target, reference_states, relative_error
-from toy_targets import make_toy
+from toy_targets import ALL, make_toy
 
 from eagle3_lightning.layers import plan_layers
 
@@ -12,10 +12,7 @@ LENGTHS = (3, 9, 33, 120)
 TOLERANCE = {"qwen3_moe": 1e-3, "gpt_oss": 1e-3}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v2", "deepseek_v3", "kimi_61", "kimi_k25"],
-)
+@pytest.mark.parametrize("name", ALL)
 def test_states_of_a_toy_are_those_of_transformers(name, tmp_path):
     info = read_target(make_toy(name, tmp_path / "target"))
     plan = plan_layers([2, 30, 58, 60] if name.startswith("kimi") else None, info.num_layers)

@@ -36,6 +36,18 @@ MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
+    # As the published ones have it; and with plain rotary embeddings vLLM's CPU kernel turns only the first head of a
+    # query of three dimensions, so that its DeepSeek is another model (measured on 0.32.0).
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 256,
+    },
 }
 
 
@@ -48,23 +60,25 @@ def _config(kind: str, **own: Any) -> Callable[..., Any]:
     return make
 
 
+# Transformers' configuration does not know the last of these; vLLM would take softmax without it.
+V3 = {"norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ALL: dict[str, Callable[..., Any]] = {
     "llama": _config("LlamaConfig", head_dim=32),
-    "qwen2": _config("Qwen2Config"),
+    # Heads of 32: the smallest that vLLM's CPU attention is compiled for, on every version.
+    "qwen2": _config("Qwen2Config", num_attention_heads=2, num_key_value_heads=1),
     "qwen3": _config("Qwen3Config", head_dim=32),
     "qwen3_moe": _config("Qwen3MoeConfig", head_dim=32, norm_topk_prob=True, mlp_only_layers=[], **MOE),
     "gpt_oss": _config(
         "GptOssConfig", head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=64
     ),
+    "gemma2": _config("Gemma2Config", head_dim=32, sliding_window=64, tie_word_embeddings=True),
     "gemma3": _config("Gemma3TextConfig", head_dim=32, sliding_window=64),
     "deepseek_v2": _config(
         "DeepseekV2Config", topk_method="greedy", norm_topk_prob=False, scoring_func="softmax", **MLA
     ),
-    "deepseek_v3": _config("DeepseekV3Config", topk_method="noaux_tc", norm_topk_prob=True, **MLA),
-    "kimi_61": _config(
-        "DeepseekV3Config", topk_method="noaux_tc", norm_topk_prob=True, **MLA, num_hidden_layers=61
-    ),
+    "deepseek_v3": _config("DeepseekV3Config", **V3, **MLA),
+    "kimi_61": _config("DeepseekV3Config", **V3, **MLA, num_hidden_layers=61),
 }  # fmt: skip
 
 
@@ -119,7 +133,7 @@ def _rename_as_published(path: Path) -> None:
     """Transformers 5.19 writes Kimi-K2.5's text layers as `blocks` and has a class name of its own."""
     file = path / "model.safetensors"
     tensors = {
-        key.replace("language_model.model.blocks.", "language_model.model.layers."): value
+        key.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model."): value
         for key, value in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
