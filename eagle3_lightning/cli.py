@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lightning import __version__
-from eagle3_lightning.errors import Eagle3Error
+from eagle3_lightning.errors import Eagle3Error, TerminatedError
 
 # name -> (module with `main(argv) -> exit code`, one line of help)
 COMMANDS = {
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command: Any = importlib.import_module(COMMANDS[arguments[0]][0])
         return int(command.main(arguments))
-    except Eagle3Error as error:
+    except (Eagle3Error, TerminatedError) as error:
         print(f"eagle3 {arguments[0]}: {error}", file=sys.stderr)
         return error.exit_code
     except UnicodeDecodeError as error:

@@ -1,5 +1,7 @@
 """The errors a user can meet. Every message says what was wrong, with which value, and what to do."""
 
+import signal
+
 _SHOWN_CHARS = 200
 
 
@@ -46,3 +48,20 @@ class SampleError(Eagle3Error):
 
 class CheckpointError(Eagle3Error):
     """A checkpoint could not be written; the one before it is whole."""
+
+
+class TerminatedError(BaseException):
+    """The run was asked to end by a signal; its exit status is 128 + the signal, as shells have it.
+
+    Like KeyboardInterrupt it is no Exception: it may come at any line, and libraries swallow Exceptions in many.
+    """
+
+    def __init__(self, number: int, what: str = "") -> None:
+        """Say which signal ended the run, and where.
+
+        Args:
+            number: of the signal.
+            what: the rest of the sentence.
+        """
+        super().__init__(f"ended by {signal.Signals(number).name}{what}")
+        self.exit_code = 128 + number

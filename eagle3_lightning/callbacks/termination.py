@@ -12,30 +12,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from eagle3_lightning.errors import CheckpointError, Eagle3Error
+from eagle3_lightning.errors import CheckpointError, TerminatedError
 
 log = logging.getLogger(__name__)
 
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RANKS_TIMEOUT_S = 10.0
-
-
-class TerminatedError(Eagle3Error):
-    """The run was asked to end by a signal; its exit status is 128 + the signal, as shells have it."""
-
-    def __init__(self, number: int, what: str) -> None:
-        """Say which signal ended the run, and where.
-
-        Args:
-            number: of the signal.
-            what: the rest of the sentence.
-        """
-        super().__init__(f"ended by {signal.Signals(number).name}{what}")
-        self.exit_code = 128 + number
 
 
 class TerminationCallback(Callback):
@@ -54,6 +40,7 @@ class TerminationCallback(Callback):
         self._ending = False
         self._previous: dict[int, Any] = {}
         self._ranks: list[subprocess.Popen[Any]] = []
+        self._hosts: dist.ProcessGroup | None = None
 
     def listen(self) -> None:
         """Take the signals over, until `end`; a fit does so by itself if nobody did."""
@@ -83,6 +70,10 @@ class TerminationCallback(Callback):
             for number in SIGNALS:
                 signal.signal(number, self._on_signal)
         self._training, self._may_raise = True, trainer.world_size == 1
+        if trainer.world_size > 1:
+            # Between the hosts: a decision that went over the GPUs would wait for them at every step.
+            self._hosts = dist.new_group(backend="gloo")
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # Lightning's, which does just that
         if trainer.world_size == 1:
             self._check()
 
@@ -100,7 +91,9 @@ class TerminationCallback(Callback):
         """
         requested = bool(self._requested)
         if trainer.world_size > 1:
-            requested = bool(trainer.strategy.reduce_boolean_decision(requested, all=False))
+            flag = torch.tensor(int(requested))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._hosts)
+            requested = bool(flag)
         if requested:
             raise TerminatedError(self._requested or signal.SIGTERM, f" behind step {trainer.global_step}")
         self._may_raise = trainer.world_size == 1
@@ -150,9 +143,9 @@ class TerminationCallback(Callback):
             ranks.clear()
 
     def _check(self) -> None:
-        """A library may have swallowed the exception that the signal's handler raised."""
+        """A library may have swallowed what the signal's handler raised, in a destructor for example."""
         if self._requested:
-            raise TerminatedError(self._requested, "")
+            raise TerminatedError(self._requested)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -162,7 +155,7 @@ class TerminationCallback(Callback):
         self._requested = number
         if self._may_raise:
             self._may_raise = False
-            raise TerminatedError(number, "")
+            raise TerminatedError(number)
         log.warning("%s: the run ends behind this step", name)
 
 
@@ -182,3 +175,7 @@ def rewind_batches(progress: dict[str, Any], batches: int) -> None:
     for count in current:
         total[count] -= current[count] - batches
         current[count] = batches
+
+
+def _nothing() -> None:
+    """Where this callback has done it already."""

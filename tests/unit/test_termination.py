@@ -12,8 +12,9 @@ import pytest
 import torch
 from test_datamodule import Recorder, make_data, target  # noqa: F401 - fixtures
 
-from eagle3_lightning.callbacks.termination import TerminatedError, TerminationCallback, rewind_batches
+from eagle3_lightning.callbacks.termination import TerminationCallback, rewind_batches
 from eagle3_lightning.checkpoints import WholeFileIO
+from eagle3_lightning.errors import TerminatedError
 
 OPTIONS = {"accumulate_grad_batches": 3, "max_epochs": 9, "max_steps": 12, "num_sanity_val_steps": 0}
 POINTS = ("in a step", "waiting for data")
