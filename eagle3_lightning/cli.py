@@ -15,6 +15,7 @@ from eagle3_lightning.errors import Eagle3Error, TerminatedError
 # name -> (module with `main(argv) -> exit code`, one line of help)
 COMMANDS = {
     "fit": ("eagle3_lightning.trainer_cli", "train a draft: vLLM makes the hidden states while Lightning trains"),
+    "plan": ("eagle3_lightning.plan.command", "say whether a fit will fit, and how long it will take"),
     "validate": ("eagle3_lightning.trainer_cli", "validate a checkpoint on the held-out prompts"),
     "export": ("eagle3_lightning.export.command", "write a checkpoint's draft as a directory that vLLM serves"),
     "bench": ("eagle3_lightning.serve.command", "measure a draft in vLLM: acceptance length, tokens/s, losslessness"),

@@ -148,8 +148,8 @@ def _speed(plan: Plan) -> list[str]:
     if plan.launch_bound:
         return [
             *lines,
-            "time         steps this short are bound by kernel launches and Python, which a roofline leaves out: expect a "
-            "fraction of these speeds",
+            "time         steps this short are bound by kernel launches and Python, which a roofline leaves out: "
+            "expect a fraction of these speeds",
         ]
     if plan.tokens is None:
         return [*lines, "time         trainer.max_steps is not given"]
