@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from eagle3_lightning.errors import ConfigError
@@ -14,6 +15,21 @@ from eagle3_lightning.target import TargetInfo
 _log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "merges.txt")
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """What a template puts around the first words of a user.
+
+    Attributes:
+        opening: token ids before them.
+        stop_ids: tokens of which the template puts one right behind them; none if it puts plain text there.
+        closing: that text, its first line; empty where there are `stop_ids` or nothing.
+    """
+
+    opening: list[int]
+    stop_ids: tuple[int, ...]
+    closing: str
 
 
 class ChatTokenizer:
@@ -43,7 +59,10 @@ class ChatTokenizer:
             ) from error
         self._target, self._template_kwargs = target, template_kwargs
         specials = {i: str(token) for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        self._specials, self._special_ids = sorted(set(specials.values())), set(specials)
+        self._specials = sorted(set(specials.values()))
+        # Some tokenizers do not call all of them special (DeepSeek's for its turns); some add runs of spaces.
+        added = {i: str(token) for i, token in self._tokenizer.added_tokens_decoder.items()}
+        self._markup = {i: token for i, token in added.items() if token.strip()}
         self._warned = False
         self._marked = bool(_GENERATION_MARKER.search(self.template or ""))
 
@@ -65,23 +84,31 @@ class ChatTokenizer:
         """Text of token ids, special tokens included."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def user_opening(self) -> list[int]:
-        """Token ids of an empty conversation up to where the user's first words would stand.
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, nothing added."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def user_turn(self) -> UserTurn:
+        """What the template puts around the user's words in a conversation that begins with them.
 
         Raises:
             ConfigError: no chat template, or one that does not show the user's words as they are.
         """
         record = Record("opening", "the opening", messages=[])
-        text = self._render(record, [{"role": "user", "content": PROBE}], False)
-        opening, found, _ = text.partition(PROBE)
+        text = self._render(record, [{"role": "user", "content": PROBE}], True)
+        opening, found, closing = text.partition(PROBE)
         if not found:
             raise ConfigError("target.path", self._target.name, "its chat template does not show the user's words",
                               "Give prompts of your own.")  # fmt: skip
-        return self._encode(opening)
+        closing = closing.strip()
+        ends = [i for i, token in self._markup.items() if closing.startswith(token.strip())]
+        # A space before the words is a part of their first token in most vocabularies.
+        opening_ids = self.encode(opening.rstrip(" "))
+        return UserTurn(opening_ids, tuple(ends), "" if ends else closing.partition("\n")[0])
 
-    def has_special(self, ids: list[int]) -> bool:
-        """Whether any id is a special token."""
-        return not self._special_ids.isdisjoint(ids)
+    def has_markup(self, ids: list[int]) -> bool:
+        """Whether any id is a token that templates are made of."""
+        return not self._markup.keys().isdisjoint(ids)
 
     def prompt(self, record: Record) -> list[int]:
         """Token ids that vLLM answers: everything up to the last turn that is not the assistant's.
@@ -96,7 +123,7 @@ class ChatTokenizer:
             messages = messages[:-1]
         if not any(message["role"] == "user" for message in messages):
             raise RecordError(record.where, "the conversation has no user turn to answer")
-        return self._checked(self._encode(self._render(record, messages, True)), record)
+        return self._checked(self.encode(self._render(record, messages, True)), record)
 
     def conversation(self, record: Record) -> tuple[list[int], Spans]:
         """Token ids of the whole conversation up to its last assistant turn, and the spans that the assistant said.
@@ -182,13 +209,10 @@ class ChatTokenizer:
             raise RecordError(record.where, f"the chat template refuses the conversation ({error})") from error
         return list(out["input_ids"]), _runs([bool(v) for v in out["assistant_masks"]])
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _encode_with_spans(self, text: str, chars: Spans) -> tuple[list[int], Spans]:
         """Encode a text; a token is in a span if all its characters are."""
         if not self._tokenizer.is_fast:
-            ids = self._encode(text)
+            ids = self.encode(text)
             return ids, [
                 (self._tokens_before(text, start, ids), self._tokens_before(text, end, ids)) for start, end in chars
             ]
@@ -203,7 +227,7 @@ class ChatTokenizer:
 
     def _tokens_before(self, text: str, at: int, ids: list[int]) -> int:
         """Tokens of `text` before character `at`, for tokenizers in Python, which give no offsets."""
-        before = self._encode(text[:at])
+        before = self.encode(text[:at])
         return next(
             (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
         )

@@ -1,10 +1,14 @@
 """`eagle3 prompts preview` and `eagle3 prompts synthesize`."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from eagle3_lightning.arguments import StrictParser
 from eagle3_lightning.errors import ConfigError
@@ -14,11 +18,13 @@ from eagle3_lightning.options import (
     PromptOptions,
     QueueOptions,
     SamplingOptions,
+    SourceOptions,
     SynthesisOptions,
     TargetOptions,
 )
 
 _USAGE = """usage: eagle3 prompts preview --target.path T --prompts.train FILE [options]
+       eagle3 prompts preview --config RUN_YAML [options]
        eagle3 prompts synthesize --target.path T --out FILE [options]"""
 
 
@@ -37,6 +43,7 @@ def preview(argv: Sequence[str]) -> int:
         prog="eagle3 prompts preview",
         description="Shows the first samples as they are given to vLLM, with the supervised tokens marked.",
     )
+    argv, run_dir = _of_a_run(argv)
     _add_options(parser, prompts=PromptOptions, sampling=SamplingOptions, engine=EngineOptions, batch=BatchOptions)
     parser.add_argument("--number", type=int, default=4, help="samples to show")
     parser.add_argument("--html", type=Path | None, default=None, metavar="FILE", help="write a page there as well")
@@ -51,7 +58,8 @@ def preview(argv: Sequence[str]) -> int:
     from eagle3_lightning.target import inspect_target
 
     info = inspect_target(options.target)
-    streams = open_prompts(options.target, info, options.prompts, options.sampling, options.engine, QueueOptions(),
+    prompts = _written_prompts(options.prompts, run_dir)
+    streams = open_prompts(options.target, info, prompts, options.sampling, options.engine, QueueOptions(),
                            options.batch, options.seed)  # fmt: skip
     previews = preview_requests(streams["train"], min(options.number, streams["train"].epoch_size))
     print_previews(previews, Console())
@@ -79,6 +87,59 @@ def synthesize(argv: Sequence[str]) -> int:
     )
     print(f"wrote {report.kept} prompts to {options.out}\n{report}")
     return 0
+
+
+def _of_a_run(argv: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The arguments with the configuration of a run, if one is named, turned into one of a preview.
+
+    Returns:
+        The arguments, and the run's directory.
+    """
+    turned, run_dir = list(argv), None
+    for place, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        file = value if equals else (argv[place + 1] if place + 1 < len(argv) else "")
+        if name != "--config" or not Path(file).is_file():
+            continue
+        try:
+            config = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except yaml.YAMLError:
+            continue  # the parser says what is wrong with it
+        if not isinstance(config, dict) or not isinstance(data := config.get("data"), dict):
+            continue
+        ours = {key: data[key] for key in ("prompts", "sampling", "engine", "batch") if key in data}
+        if "target" in config:
+            ours["target"] = config["target"]
+        if isinstance(config.get("seed_everything"), int):
+            ours["seed"] = int(config["seed_everything"])
+        text = json.dumps(ours)
+        turned[place : place + (1 if equals else 2)] = [f"--config={text}"] if equals else ["--config", text]
+        run_dir = Path(config["run_dir"]) if isinstance(config.get("run_dir"), str) else None
+    return turned, run_dir
+
+
+def _written_prompts(prompts: PromptOptions, run_dir: Path | None) -> PromptOptions:
+    """The options with the prompts that a run's target has written in the place of `self`.
+
+    Raises:
+        ConfigError: it has not written them yet.
+    """
+    from eagle3_lightning.prompts.setup import OWN_PROMPTS, TRAIN
+    from eagle3_lightning.prompts.sources import SELF, as_sources
+
+    sources = as_sources(prompts.train, TRAIN)
+    if not any(source.path == SELF for source in sources):
+        return prompts
+    written = run_dir / OWN_PROMPTS if run_dir is not None else None
+    if written is None or not written.is_file():
+        raise ConfigError(
+            "prompts.train",
+            SELF,
+            "the target has not written these prompts yet",
+            "Let it, with `eagle3 prompts synthesize` or by starting the run, and name the file.",
+        )
+    named: list[str | SourceOptions] = [replace(s, path=str(written)) if s.path == SELF else s for s in sources]
+    return replace(prompts, train=named)
 
 
 def _check_place(option: str, file: Path) -> None:

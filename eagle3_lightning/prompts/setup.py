@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 TRAIN, VAL = "data.prompts.train", "data.prompts.val"
+OWN_PROMPTS = "self_prompts.jsonl"  # in a run's directory: what its target wrote
 VAL_SEED = 0  # the held-out samples are the same for every seed of the run, so that their curves compare
 
 
@@ -47,10 +48,6 @@ def open_prompts(
     Raises:
         ConfigError: a file that cannot be read or holds too many broken rows, no chat template, or no usable sample.
     """
-    if not 0 <= prompts.val_fraction < 1:
-        raise ConfigError(
-            "data.prompts.val_fraction", prompts.val_fraction, "it must lie in [0, 1)", "0.02 holds out 2 %."
-        )
     train, val = as_sources(prompts.train, TRAIN), as_sources(prompts.val, VAL)
     if not train:
         raise ConfigError(TRAIN, [], "no source is named", "Name at least one file of prompts, or `self`.")
@@ -121,7 +118,7 @@ def own_prompts(
     if run_dir is None:
         raise ConfigError(TRAIN, SELF, "the prompts need a place", "Give the run a directory.")
     assert trainer is not None
-    own = run_dir / "self_prompts.jsonl"
+    own = run_dir / OWN_PROMPTS
     if trainer.is_global_zero and not own.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
         kwargs = dict(prompts.chat_template_kwargs)

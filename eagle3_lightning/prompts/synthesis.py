@@ -5,30 +5,36 @@ What comes out is filtered for length, repetition and duplicates, in ways that k
 """
 
 import json
-import logging
+import math
 import os
+import sys
 import tempfile
-import zlib
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from eagle3_lightning.errors import ConfigError, SampleError
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions, SynthesisOptions, TargetOptions
-from eagle3_lightning.prompts.chat import ChatTokenizer
+from eagle3_lightning.prompts.chat import ChatTokenizer, UserTurn
+from eagle3_lightning.prompts.filters import PromptFilter
 from eagle3_lightning.prompts.order import Permutation
 from eagle3_lightning.stream.messages import Dropped, Submit
+from eagle3_lightning.stream.queue import SampleQueue
+from eagle3_lightning.stream.sample import FinishedSample
 from eagle3_lightning.target import TargetInfo
 
+REASONS = ("unfinished", "short", "loop", "duplicate", "markup")
 _MAX_TRIES = 8  # prompts made for each one that is kept, before giving up
-_SHINGLE_TOKENS = 3
-_SAME_SHARE = 0.7  # of the shorter prompt's shingles
-_LOOP_TOKENS, _MIN_DISTINCT = 4, 0.5
-_MIN_COMPRESSED = 0.25
+_MIN_JUDGED = 256  # made before a yield below one in _MAX_TRIES ends it all
+_SPARE, _SPARE_SHARE = 8, 1.25  # written beyond what the yield so far asks for, so that few stragglers are waited for
+_PROGRESS_EVERY_S = 10.0
+_POLL_S = 0.5
 _MAX_SEED = 2**31
-_log = logging.getLogger(__name__)
+Say = Callable[[str], None]
 
 
 @dataclass
@@ -38,60 +44,71 @@ class SynthesisReport:
     Attributes:
         made: prompts that the target wrote.
         kept: those that were written to the file.
-        thrown_away: the others, by reason: `unfinished`, `short`, `loop`, `duplicate`, `markup`.
+        thrown_away: the others, by reason: `unfinished` at max_tokens, `short`, `loop`, `duplicate`, `markup` (special
+            tokens inside), or what the queue dropped a sample for.
     """
 
     made: int = 0
     kept: int = 0
-    thrown_away: Counter[str] = field(default_factory=Counter)
+    thrown_away: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))
 
     def __str__(self) -> str:
         """One line."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.thrown_away.most_common()) or "nothing"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.thrown_away.most_common())
         return f"{self.kept} of {self.made} kept; thrown away: {reasons}"
 
-
-class PromptFilter:
-    """Decides on one prompt after the other, remembering those that it kept."""
-
-    def __init__(self, min_tokens: int) -> None:
-        """Keep prompts of at least `min_tokens`."""
-        self._min_tokens = min_tokens
-        self._texts: set[str] = set()
-        self._shingles: dict[tuple[int, ...], list[int]] = {}
-        self._num_shingles: list[int] = []
-
-    def refuse(self, ids: Sequence[int], text: str) -> str | None:
-        """The reason to throw a finished prompt away; None keeps it."""
-        if len(ids) < self._min_tokens or not text:
-            return "short"
-        if is_loop(ids, text):
-            return "loop"
-        normal = " ".join(text.casefold().split())
-        shingles = set(_windows(ids, _SHINGLE_TOKENS)) or {tuple(ids)}
-        if normal in self._texts or self._resembles(shingles):
-            return "duplicate"
-        self._texts.add(normal)
-        for shingle in shingles:
-            self._shingles.setdefault(shingle, []).append(len(self._num_shingles))
-        self._num_shingles.append(len(shingles))
-        return None
-
-    def _resembles(self, shingles: set[tuple[int, ...]]) -> bool:
-        """Whether a prompt that was kept shares most of its runs of three tokens."""
-        shared = Counter(number for shingle in shingles for number in self._shingles.get(shingle, ()))
-        return any(
-            count >= _SAME_SHARE * min(len(shingles), self._num_shingles[number]) for number, count in shared.items()
-        )
+    def count(self, reason: str | None) -> None:
+        """Count a prompt; without a reason to throw it away it is kept."""
+        self.made += 1
+        if reason is None:
+            self.kept += 1
+        else:
+            self.thrown_away[reason] += 1
 
 
-def is_loop(ids: Sequence[int], text: str) -> bool:
-    """Whether a text repeats itself: few distinct runs of four tokens, or bytes that compress too well."""
-    windows = list(_windows(ids, _LOOP_TOKENS))
-    if len(windows) >= 4 and len(set(windows)) < _MIN_DISTINCT * len(windows):
-        return True
-    data = text.encode()
-    return len(data) >= 100 and len(zlib.compress(data, 9)) < _MIN_COMPRESSED * len(data)
+class Demand:
+    """How many prompts are asked for: those that are missing, at the yield so far. Whoever asks waits for the judge."""
+
+    def __init__(self, opening: list[int], options: SynthesisOptions) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            opening: token ids up to the user's words.
+            options: how many, how long.
+        """
+        self._opening, self._options = opening, options
+        self._changed = threading.Condition()
+        self._wanted = self._estimate(SynthesisReport())
+        self._ended = False
+
+    def requests(self) -> Iterator[Submit]:
+        """One after the other, in the feeder's thread; the reader of the answers has the deadline."""
+        options = self._options
+        seeds = Permutation(_MAX_SEED, f"{options.seed}/synthesis")
+        for index in range(_MAX_TRIES * options.num_prompts):
+            with self._changed:
+                while index >= self._wanted and not self._ended:
+                    self._changed.wait(_POLL_S)
+                if self._ended:
+                    return
+            yield Submit("train", index, f"self {index}", self._opening, [], options.max_tokens, seeds[index])
+
+    def update(self, report: SynthesisReport) -> None:
+        """Take in what has been judged."""
+        with self._changed:
+            self._wanted = max(self._wanted, self._estimate(report))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Ask for no more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _estimate(self, report: SynthesisReport) -> int:
+        share = (report.kept + 1) / (report.made + 1)
+        missing = self._options.num_prompts - report.kept
+        return report.made + math.ceil(_SPARE_SHARE * missing / share) + _SPARE
 
 
 def synthesize_prompts(
@@ -101,6 +118,7 @@ def synthesize_prompts(
     engine: EngineOptions,
     out: Path,
     template_kwargs: Mapping[str, object] | None = None,
+    say: Say | None = None,
 ) -> SynthesisReport:
     """Start vLLM, let the target write prompts until enough are kept, and write them to a JSONL file.
 
@@ -111,6 +129,7 @@ def synthesize_prompts(
         engine: how vLLM runs the target.
         out: JSONL with `id` and `messages`; written beside and renamed.
         template_kwargs: for the chat template.
+        say: takes a line on the progress every few seconds; None writes it to standard error.
 
     Raises:
         ConfigError: `out` exists, or the target has no chat template.
@@ -122,8 +141,8 @@ def synthesize_prompts(
     if out.exists():
         raise ConfigError("--out", str(out), "it exists already", "Name a new file.")
     chat = ChatTokenizer(info, dict(template_kwargs or {}), target.trust_remote_code)
-    opening = chat.user_opening()
-    longest = len(opening) + options.max_tokens + 1
+    turn = chat.user_turn()
+    longest = len(turn.opening) + options.max_tokens + 1
     if longest > engine.max_model_len:
         raise ConfigError(
             "synthesis.max_tokens",
@@ -133,57 +152,109 @@ def synthesize_prompts(
         )
     engine = replace(engine, max_model_len=longest)
     queue = QueueOptions(capacity_tokens=engine.max_num_seqs * longest + 4096, max_dropped_share=1.0)
-    sampling = SamplingOptions(temperature=options.temperature, top_p=options.top_p, max_new_tokens=options.max_tokens)
+    sampling = SamplingOptions(
+        temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, max_new_tokens=options.max_tokens
+    )
+    stops = tuple(sorted({*info.eos_token_ids, *turn.stop_ids}))
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     with tempfile.TemporaryDirectory(prefix="eagle3-") as directory:
         log_dir = out.parent if out.parent.is_dir() else Path(directory)
         layers = plan_layers(target.layers, info.num_layers, target.layer_convention)
         extractor = Extractor(
-            info, layers, engine, queue, sampling, log_dir, trust_remote_code=target.trust_remote_code
+            replace(info, eos_token_ids=stops),
+            layers,
+            engine,
+            queue,
+            sampling,
+            log_dir,
+            trust_remote_code=target.trust_remote_code,
         )
+        demand = Demand(turn.opening, options)
         extractor.start()
         try:
-            extractor.queue(0).feed("train", _requests(opening, options))
-            kept, report = _collect(extractor.queue(0), chat, options)
+            say(f"the target writes {options.num_prompts} prompts; vLLM starts, its log is {extractor.log_path}")
+            extractor.queue(0).feed("train", demand.requests())
+            kept, report = collect(extractor.queue(0), chat, turn, options, demand, say)
         finally:
+            demand.end()
             extractor.close()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"id": f"self-{n}", "messages": [{"role": "user", "content": t}]}) for n, t in enumerate(kept)]
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(partial, out)
-    _log.info("the target wrote its own prompts: %s", report)
+    _write(out, kept)
+    say(f"the target wrote its own prompts: {report}")
     return report
 
 
-def _requests(opening: list[int], options: SynthesisOptions) -> Iterator[Submit]:
-    seeds = Permutation(_MAX_SEED, f"{options.seed}/synthesis")
-    for index in range(_MAX_TRIES * options.num_prompts):
-        yield Submit("train", index, f"self {index}", opening, [], options.max_tokens, seeds[index % _MAX_SEED])
+def collect(
+    queue: SampleQueue, chat: ChatTokenizer, turn: UserTurn, options: SynthesisOptions, demand: Demand, say: Say
+) -> tuple[list[str], SynthesisReport]:
+    """Take what the target wrote, in its order, until enough has been kept.
 
-
-def _collect(queue: object, chat: ChatTokenizer, options: SynthesisOptions) -> tuple[list[str], SynthesisReport]:
+    Raises:
+        SampleError: less than one in eight is usable.
+    """
     report, kept, wanted = SynthesisReport(), [], PromptFilter(options.min_tokens)
+    progress = _Progress(options, say)
     while report.kept < options.num_prompts:
-        sample = queue.get("train")  # type: ignore[attr-defined]
-        if sample is None:
-            raise SampleError(f"the target writes too few usable prompts: {report}")
-        report.made += 1
-        if isinstance(sample, Dropped):
-            report.thrown_away[sample.reason] += 1
-            continue
-        sample.release()
-        ids = sample.token_ids[sample.prompt_tokens :]
-        reason = "unfinished" if sample.finish_reason != "stop" else None
-        ids = ids[:-1]  # the end of the turn
-        text = chat.decode(ids).strip()
-        reason = reason or ("markup" if chat.has_special(ids) else None) or wanted.refuse(ids, text)
-        if reason is None:
-            kept.append(text)
-            report.kept += 1
+        sample = queue.get("train")
+        too_few = report.made >= _MIN_JUDGED and _MAX_TRIES * report.kept < report.made
+        if sample is None or too_few:
+            raise SampleError(f"the target writes too few usable prompts: {report}. Raise synthesis.max_tokens if most "
+                              "are unfinished, synthesis.temperature if most are duplicates")  # fmt: skip
+        if isinstance(sample, FinishedSample):
+            sample.release()
+            ids = sample.token_ids[sample.prompt_tokens :]
+            text, reason = judge(ids, sample.finish_reason, chat, turn, wanted)
+            if reason is None:
+                kept.append(text)
+            report.count(reason)
         else:
-            report.thrown_away[reason] += 1
+            assert isinstance(sample, Dropped), "nothing of this is stored"
+            report.count(sample.reason)
+        demand.update(report)
+        progress.show(report)
     return kept, report
 
 
-def _windows(ids: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(ids[start : start + length]) for start in range(len(ids) - length + 1))
+def judge(
+    ids: list[int], finish_reason: str, chat: ChatTokenizer, turn: UserTurn, wanted: PromptFilter
+) -> tuple[str, str | None]:
+    """The text of what the target wrote, and the reason to throw it away, if there is one."""
+    finished = finish_reason == "stop"
+    if finished:
+        ids = ids[:-1]  # the end of the turn
+    text = chat.decode(ids)
+    if turn.closing and turn.closing in text:
+        # The template ends the turn with words that are no token of their own, so that vLLM did not stop there.
+        text, finished = text.partition(turn.closing)[0], True
+        ids = chat.encode(text)
+    text = text.strip()
+    if not finished:
+        return text, "unfinished"
+    return text, "markup" if chat.has_markup(ids) else wanted.refuse(ids, text)
+
+
+class _Progress:
+    """A line every few seconds: what there is, how long the rest will take, and when it is given up."""
+
+    def __init__(self, options: SynthesisOptions, say: Say) -> None:
+        self._options, self._say = options, say
+        self._start_s: float | None = None
+        self._last_s = 0.0
+
+    def show(self, report: SynthesisReport) -> None:
+        now_s = time.monotonic()
+        if self._start_s is None:  # the first prompt: vLLM has started
+            self._start_s = self._last_s = now_s
+        if now_s - self._last_s < _PROGRESS_EVERY_S:
+            return
+        self._last_s = now_s
+        wanted = self._options.num_prompts
+        left_s = (now_s - self._start_s) / max(report.kept, 1) * (wanted - report.kept)
+        self._say(f"{report}; {wanted} wanted, about {left_s:.0f} s left, given up after {_MAX_TRIES * wanted} made")
+
+
+def _write(out: Path, texts: list[str]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": f"self-{n}", "messages": [{"role": "user", "content": t}]}) for n, t in enumerate(texts)]
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(partial, out)

@@ -41,7 +41,7 @@ def render_prompts(
     check_faults([source], OPTION, max_share=0.0)
     tokenizer = ChatTokenizer(target, template_kwargs, trust_remote_code)
     prompts = []
-    for row in range(min(len(source), max_prompts or len(source))):
+    for row in range(len(source) if max_prompts is None else min(len(source), max_prompts)):
         try:
             record = source.read(row)
             ids = tokenizer.prompt(record)

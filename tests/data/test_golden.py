@@ -71,6 +71,22 @@ def test_rendering_and_mask(targets, name, conversation, kwargs):
     assert ids == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("deepseek", "<\uff5cAssistant\uff5c>"), ("gemma", "<end_of_turn>"), ("harmony", "<|end|>"),
+     ("kimi", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "[/INST]"), ("qwen3", "<|im_end|>"),
+     ("smollm2", "<|im_end|>")],
+)  # fmt: skip
+def test_a_prompt_that_the_target_writes_stands_where_a_users_would(targets, name, end):
+    tokenizer = chat(targets[name], {})
+    turn = tokenizer.user_turn()
+    assert end in [tokenizer.decode([i]) for i in turn.stop_ids]
+    asked = tokenizer.prompt(parse_record({"prompt": "Hi"}, "here"))
+    assert asked[: len(turn.opening)] == turn.opening
+    behind = tokenizer.decode(asked[len(turn.opening) :]).lstrip()
+    assert behind.removeprefix("Hi").lstrip().startswith(end)
+
+
 @pytest.mark.vllm
 def test_prompts_equal_what_vllm_renders(targets):
     requests, ours = [], []

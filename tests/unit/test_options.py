@@ -75,6 +75,7 @@ NUMBERS: list[tuple[Any, str, str, list[Any], list[Any]]] = [
     (SynthesisOptions, "data.prompts.synthesis", "max_tokens", [0, 3], [4]),  # min_tokens is 4
     (SynthesisOptions, "data.prompts.synthesis", "temperature", [0.0], [0.1]),
     (SynthesisOptions, "data.prompts.synthesis", "top_p", [0.0, 1.1], [1.0]),
+    (SynthesisOptions, "data.prompts.synthesis", "top_k", [-2], [-1, 0, 50]),
     (AcceptanceCallback, "acceptance", "every_n_steps", [-1], [None, 0, 1]),
     (AcceptanceCallback, "acceptance", "num_speculative_tokens", [0], [None, 1]),
     (AcceptanceCallback, "acceptance", "max_new_tokens", [0], [1]),

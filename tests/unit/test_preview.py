@@ -3,9 +3,11 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 from toy_target import make_target
 
+from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.prompts.command import main
 from eagle3_lightning.prompts.preview import Piece, Preview, print_previews, to_html, to_table
@@ -39,6 +41,39 @@ def test_the_command_needs_no_vllm(tmp_path, capsys):
     assert all(f"q{i}:" in shown for i in range(8))
     assert page.read_text().count("<mark class='first'>w</mark><mark>ord ") == 8
     assert TargetOptions(str(target)).path == str(target)
+
+
+def run_yaml(tmp_path, train):
+    """As `eagle3 fit` writes it into the directory of a run, shortened."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"seed_everything: 3\nrun_dir: {tmp_path / 'run'}\ntarget:\n  path: {make_target(tmp_path / 't')}\n"
+        "trainer:\n  max_steps: 7\nmodel:\n  loss:\n    ttt_steps: 2\n"
+        f"data:\n  prompts:\n    train: {train}\n    val_fraction: 0\n  sampling:\n    mode: prefill\n"
+        "  engine:\n    max_model_len: 256\n  queue:\n    block_tokens: 32\n  cache:\n    dir: null\n"
+    )
+    return str(file)
+
+
+def test_the_configuration_of_a_run_shows_its_prompts(tmp_path, capsys):
+    rows = [{"id": f"q{i}", "prompt": f"say {i}", "response": f"word {i}"} for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = run_yaml(tmp_path, f"[{tmp_path / 'a.jsonl'}]")
+    assert main(["prompts", "preview", "--config", config, "--number=8"]) == 0
+    in_order = capsys.readouterr().out
+    assert all(f"q{i}:" in in_order for i in range(8))
+    assert main(["prompts", "preview", f"--config={config}", "--number=8", "--seed=4"]) == 0
+    assert capsys.readouterr().out != in_order  # a flag behind the file goes over it
+
+
+def test_prompts_of_the_targets_own_are_shown_once_they_are_written(tmp_path, capsys):
+    config = run_yaml(tmp_path, "self")
+    with pytest.raises(ConfigError, match="the target has not written these prompts yet"):
+        main(["prompts", "preview", "--config", config])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "self_prompts.jsonl").write_text('{"id": "self-0", "prompt": "Hi", "response": "Yes"}\n')
+    assert main(["prompts", "preview", "--config", config]) == 0
+    assert "self-0" in capsys.readouterr().out
 
 
 def test_a_command_that_is_none_is_refused(capsys):

@@ -2,10 +2,17 @@
 # ruff: noqa: RUF001
 
 import random
+from itertools import islice
 
 import pytest
+from toy_target import make_target, make_tokenizer
 
-from eagle3_lightning.prompts.synthesis import PromptFilter, is_loop
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.options import SynthesisOptions, TargetOptions
+from eagle3_lightning.prompts.chat import ChatTokenizer
+from eagle3_lightning.prompts.filters import PromptFilter, is_loop
+from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, judge
+from eagle3_lightning.target import inspect_target
 
 
 def ids_of(text):
@@ -48,8 +55,16 @@ def test_duplicates_exact_and_near():
     assert refuse(base) is None
     assert refuse(base.upper()) == "duplicate"
     assert refuse(base + " please") == "duplicate"
+    assert refuse("Write a SHORT story: about (a dog) that learns to fly") == "duplicate"
     assert refuse("Write a short poem about rivers and the people who live beside them in spring") is None
     assert refuse("Hi") == "short"
+
+
+def test_the_first_forty_characters_are_said_once():
+    filters = PromptFilter(min_tokens=2)
+    beginning = "I am planning a trip to Italy with my family"
+    assert filters.refuse(list(range(30)), f"{beginning} and want to see Rome.") is None
+    assert filters.refuse(list(range(30, 60)), f"{beginning}, so where is the best pasta?") == "duplicate"
 
 
 def test_a_thousand_different_questions_pass():
@@ -58,3 +73,59 @@ def test_a_thousand_different_questions_pass():
     filters = PromptFilter(min_tokens=4)
     texts = [" ".join(rng.choices(words, k=rng.randint(6, 40))) for _ in range(1000)]
     assert all(filters.refuse(ids_of(text), text) is None for text in texts)
+
+
+VICUNA = (
+    "{% for m in messages %}{{ ('USER: ' if m['role'] == 'user' else 'ASSISTANT: ') + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def chat_of(path, template=None):
+    tokenizer = make_tokenizer(template=template) if template else make_tokenizer()
+    return ChatTokenizer(inspect_target(TargetOptions(str(make_target(path / "t", tokenizer)))), {})
+
+
+def judged(chat, text, finish_reason="length"):
+    ids = chat.encode(text) + ([0] if finish_reason == "stop" else [])
+    return judge(ids, finish_reason, chat, chat.user_turn(), PromptFilter(min_tokens=4))
+
+
+def test_a_turn_ends_with_the_token_that_the_template_puts_there(tmp_path):
+    chat = chat_of(tmp_path)
+    turn = chat.user_turn()
+    assert (chat.decode(turn.opening), chat.decode(list(turn.stop_ids))) == ("<|im_start|>user\n", "<|im_end|>")
+    assert turn.closing == ""
+    assert judged(chat, " Why is the sky blue?\n", "stop") == ("Why is the sky blue?", None)
+    assert judged(chat, "Why is the sky", "length")[1] == "unfinished"
+    assert judged(chat, "Hi", "stop")[1] == "short"
+    assert judged(chat, "Why <|im_start|>user is it blue?", "stop")[1] == "markup"
+
+
+def test_a_turn_that_ends_with_plain_words_is_cut_there(tmp_path):
+    chat = chat_of(tmp_path, VICUNA)
+    turn = chat.user_turn()
+    assert (chat.decode(turn.opening), turn.stop_ids, turn.closing) == ("USER:", (), "ASSISTANT:")
+    assert judged(chat, " Why is it? ASSISTANT: Because. USER: and") == ("Why is it?", None)
+    assert judged(chat, " Why is it blue")[1] == "unfinished"
+
+
+def test_a_template_that_hides_the_users_words_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not show the user's words"):
+        chat_of(tmp_path, "{{ messages | length }}").user_turn()
+
+
+def test_no_more_is_asked_for_than_is_missing():
+    demand = Demand([1, 2], SynthesisOptions(num_prompts=20))
+    requests = demand.requests()
+    first = [request.index for request in islice(requests, 33)]  # 20 missing at a yield of 1, with a quarter and 8 more
+    assert first == list(range(33))
+    report = SynthesisReport()
+    for number in range(32):
+        report.count(None if number % 2 else "unfinished")
+    demand.update(report)  # 16 kept of 32: 4 are missing, and every other one is usable
+    more = [request.index for request in islice(requests, 9)]
+    assert more == list(range(33, 42))
+    demand.end()
+    assert len(list(requests)) == 0
+    assert str(report).startswith("16 of 32 kept; thrown away: 16 unfinished")
