@@ -7,6 +7,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 34
 NUM_TICKS = 5
+COLORS = ("#2f6fdf", "#d9591c", "#1d9a6c", "#a447c2", "#b8860b", "#d1345b", "#3a9fb5", "#6b7280")
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,28 @@ class Line:
     dots: bool = False
 
 
-def line_chart(title: str, lines: list[Line], x_label: str) -> str:
-    """A figure with its title, axes, grid, curves and legend; an empty text if there is nothing to draw.
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share their axes, in the order of the colors.
 
-    Args:
-        title: shown above the chart.
-        lines: curves, drawn in the order of the page's colors; those without points are left out.
+    Attributes:
+        title: shown above.
+        lines: each with points.
         x_label: shown below the x axis.
     """
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return ""
+
+    title: str
+    lines: list[Line]
+    x_label: str = "optimizer step"
+
+
+def line_chart(chart: Chart) -> str:
+    """A figure with its title, axes, grid, curves and legend.
+
+    Args:
+        chart: at least one line, each with points.
+    """
+    title, lines, x_label = chart.title, chart.lines, chart.x_label
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
@@ -78,7 +90,7 @@ class _Scale:
 def _curve(line: Line, number: int, scale: _Scale) -> str:
     places = [(scale.x(x), scale.y(y)) for x, y in line.points]
     if line.dots or len(places) == 1:
-        return "".join(f'<circle class="dot c{number}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places)
+        return "".join(f'<circle class="dot c{number}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>' for x, y in places)
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     return f'<polyline class="curve c{number}" points="{path}"/>'
 

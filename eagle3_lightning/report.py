@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lightning.arguments import StrictParser
-from eagle3_lightning.charts import Line, line_chart
+from eagle3_lightning.charts import COLORS, Chart, Line, line_chart
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.read import read_export, serve_command
 
@@ -28,7 +28,8 @@ CHARTS: list[tuple[str, list[tuple[str, str]]]] = [
     ("Who waits for whom (share of the time)", [("perf/wait_share", "trainer waits"),
                                                 ("producer/starved_share", "vLLM waits for room"),
                                                 ("producer/busy_share", "vLLM computes")]),
-    ("Queue", [("queue/depth_samples", "samples ready"), ("queue/dropped", "samples dropped")]),
+    ("Model FLOPs use (share of the device's matrix rate)", [("perf/mfu", "trainer")]),
+    ("Queue (samples)", [("queue/depth_samples", "ready"), ("queue/dropped", "dropped so far")]),
     ("Text and vocabulary", [("train/greedy_agreement", "token is the target's best"),
                              ("train/teacher_oov", "target's best outside the draft vocabulary")]),
     ("Learning rate", [("train/lr", "learning rate")]),
@@ -53,7 +54,7 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
 body{max-width:1200px;margin:0 auto;padding:24px}
 h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 10px}p,.soft{color:var(--soft);margin:0}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:10px}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(200px,45%),1fr));gap:10px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 14px}
 .card b{display:block;font-size:19px;overflow-wrap:anywhere}.card span{color:var(--soft);font-size:13px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:16px}
@@ -62,10 +63,14 @@ figcaption{font-weight:600;margin-bottom:6px}svg{width:100%;height:auto}
 .grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:11px}.curve{fill:none;stroke-width:2;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:13px;color:var(--soft)}
 .key{display:inline-block;width:14px;height:3px;vertical-align:middle;margin-right:6px}
+.table{overflow:auto}table{border-collapse:collapse;font-size:14px}
+th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}
+th{color:var(--soft);font-weight:500}
 iframe{width:100%;height:420px;border:1px solid var(--line);border-radius:8px;background:#fff}
 pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px;overflow:auto;font-size:13px}
+pre{white-space:pre-wrap;overflow-wrap:anywhere}.dot{stroke:var(--card);stroke-width:1.5}
+@media(max-width:620px){body{padding:12px}.tick{font-size:17px}}
 """
-COLORS = ("#2f6fdf", "#d9591c", "#1d9a6c", "#a447c2", "#b8860b", "#d1345b", "#3a9fb5", "#6b7280")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,9 +78,17 @@ def main(argv: Sequence[str]) -> int:
     parser = StrictParser(prog="eagle3 report", description="Writes one self-contained HTML page of a run.")
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run of `eagle3 fit`")
     parser.add_argument("--out", type=Path | None, default=None, metavar="FILE", help="default: RUN/report.html")
+    parser.add_argument(
+        "--png", type=Path | None, default=None, metavar="DIR", help="also write each chart there as a PNG (matplotlib)"
+    )
     arguments = parser.parse_args(argv[1:])
     out = arguments.out or arguments.run_dir / "report.html"
     page = make_page(arguments.run_dir)
+    if arguments.png is not None:
+        from eagle3_lightning.pictures import write_pngs
+
+        files = write_pngs(make_charts(read_run(arguments.run_dir)[0]), arguments.png)
+        print(f"wrote {len(files)} charts into {arguments.png}")
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -94,25 +107,43 @@ def make_page(run_dir: Path) -> str:
     Raises:
         ConfigError: not a directory, or nothing in it to report.
     """
+    curves, summary = read_run(run_dir)
+    colors = "".join(
+        f".c{n}{{stroke:{c}}}.key.c{n}{{background:{c}}}.dot.c{n}{{fill:{c}}}" for n, c in enumerate(COLORS)
+    )
+    charts = "".join(map(line_chart, make_charts(curves)))
+    return "\n".join([
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(run_dir.resolve().name)}</title>',
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}{colors}</style>',
+        f"<h1>{escape(run_dir.resolve().name)}</h1><p>{escape(str(run_dir.resolve()))}</p>",
+        f'<h2>Result</h2><div class="cards">{_cards(summary)}</div>',
+        *_serve(run_dir, summary),
+        *_agreement(curves),
+        f'<h2>Curves</h2><div class="charts">{charts}</div>',
+        *_drops(summary),
+        *_files(run_dir),
+    ])  # fmt: skip
+
+
+def read_run(run_dir: Path) -> tuple[Curves, dict[str, Any]]:
+    """Curves and summary of a run.
+
+    Raises:
+        ConfigError: not a directory, or nothing in it to report.
+    """
     curves, summary = read_curves(run_dir), read_summary(run_dir)
     if SERVED not in curves and None not in (summary.get("served_acceptance_length"), summary.get("steps")):
         curves[SERVED] = [(float(summary["steps"]), float(summary["served_acceptance_length"]))]  # of `eagle3 bench`
     if not curves and not summary:
         raise ConfigError("RUN", str(run_dir), "it holds neither logs/*/metrics.csv nor summary.json",
                           "Name the run_dir of an `eagle3 fit` that logs with the CSVLogger.")  # fmt: skip
-    drawn = [line_chart(title, _lines(curves, wanted), "optimizer step") for title, wanted in CHARTS]
-    colors = "".join(
-        f".c{n}{{stroke:{c}}}.key.c{n}{{background:{c}}}.dot.c{n}{{fill:{c}}}" for n, c in enumerate(COLORS)
-    )
-    return "\n".join([
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(run_dir.resolve().name)}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}{colors}</style>',
-        f"<h1>{escape(run_dir.resolve().name)}</h1><p>{escape(str(run_dir.resolve()))}</p>",
-        f'<h2>Result</h2><div class="cards">{_cards(summary)}</div>',
-        *_serve(summary),
-        f'<h2>Curves</h2><div class="charts">{"".join(drawn)}</div>',
-        *_files(run_dir),
-    ])  # fmt: skip
+    return curves, summary
+
+
+def make_charts(curves: Curves) -> list[Chart]:
+    """Those that have something to draw."""
+    charts = [Chart(title, [line for line in _lines(curves, wanted) if line.points]) for title, wanted in CHARTS]
+    return [chart for chart in charts if chart.lines]
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -190,17 +221,53 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _serve(summary: dict[str, Any]) -> list[str]:
-    """The command that serves the export, if it is still where the summary says."""
-    if "export_dir" not in summary:
+def _serve(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """The commands that serve the drafts: the best that was measured, and what the training ended with."""
+    last = Path(summary.get("export_dir") or run_dir / "export")
+    parts = []
+    for title, export in (("the best measured in vLLM", run_dir / "best"), ("what the training ended with", last)):
+        try:
+            draft = read_export(export, "export_dir")
+        except ConfigError:  # it is not there, or not any more
+            continue
+        command = serve_command(export.resolve(), draft.target_name, draft.num_speculative_tokens)
+        parts.append(f"<p>{title}</p><pre>{escape(command)}</pre>")
+    return ["<h2>Serve it</h2>", *parts] if parts else []
+
+
+def _agreement(curves: Curves) -> list[str]:
+    """Each served measurement beside the simulated value of the validation at its step, or the last before it."""
+    rows = []
+    for step, served in curves.get(SERVED, []):
+        before = [(s, tau) for s, tau in curves.get("val/tau", []) if s <= step + 1]
+        if before:
+            at, tau = before[-1]
+            rows.append((f"{step:,.0f}", f"{served:.3f}", f"{tau:.3f} (step {at:,.0f})", f"{tau / served - 1:+.1%}"))
+    if not rows:
         return []
-    export = Path(summary["export_dir"])
-    try:
-        draft = read_export(export, "export_dir")
-    except ConfigError:
+    head = ("step", "served by vLLM", "simulated on the held-out set", "simulated over served")
+    return ["<h2>Simulated against served</h2>", _table(head, rows)]
+
+
+def _drops(summary: dict[str, Any]) -> list[str]:
+    """How many samples were dropped, why, and the first of each."""
+    dropped, first = summary.get("samples_dropped"), summary.get("first_dropped") or {}
+    if not isinstance(dropped, dict) or not isinstance(first, dict):
         return []
-    command = serve_command(export, draft.target_name, draft.num_speculative_tokens)
-    return ["<h2>Serve it</h2>", f"<pre>{escape(command)}</pre>"]
+    if not dropped:
+        return ["<h2>Dropped samples</h2><p>none</p>"]
+    rows = [(str(reason), f"{count:,}", _examples(first.get(reason))) for reason, count in dropped.items()]
+    return ["<h2>Dropped samples</h2>", _table(("reason", "samples", "the first ones"), rows)]
+
+
+def _examples(names: Any) -> str:
+    return ", ".join(map(str, names)) if isinstance(names, list) else str(names or "")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f'<div class="table"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def _files(run_dir: Path) -> list[str]:

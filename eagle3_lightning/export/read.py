@@ -1,6 +1,7 @@
 """An exported draft as it lies on disk: what its config.json says, and whether it belongs to a target."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,6 @@ def check_target(draft: ExportedDraft, target: TargetInfo, option: str) -> None:
 
 
 def serve_command(out: Path, target_name: str, num_speculative_tokens: int) -> str:
-    """The shell command that serves the target with the draft."""
+    """The shell command that serves the target with the draft, quoted where a name needs it."""
     speculative = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": num_speculative_tokens})
-    return f"vllm serve {target_name} --speculative-config '{speculative}'"
+    return shlex.join(["vllm", "serve", target_name, "--speculative-config", speculative])

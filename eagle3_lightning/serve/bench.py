@@ -55,7 +55,7 @@ class BenchOptions:
             ("--num-speculative-tokens", self.num_speculative_tokens),
             ("--concurrency", self.concurrency),
             ("--max-new-tokens", [self.max_new_tokens]),
-            ("--max-prompts", [self.max_prompts or 1]),
+            ("--max-prompts", [] if self.max_prompts is None else [self.max_prompts]),
         ):
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ConfigError(

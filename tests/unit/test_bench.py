@@ -7,6 +7,7 @@ import toy_target
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions, TargetOptions
+from eagle3_lightning.serve.bench import BenchOptions
 from eagle3_lightning.serve.engine_args import engine_arguments
 from eagle3_lightning.serve.messages import Difference, Pass
 from eagle3_lightning.serve.prompts import render_prompts
@@ -128,3 +129,8 @@ def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         update_summary(file, {})
+
+
+def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max-prompts = "):
+        BenchOptions(tmp_path, tmp_path / "p", max_prompts=0)

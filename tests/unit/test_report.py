@@ -1,13 +1,16 @@
 """The report page of a run, from files as a run leaves them."""
 
 import json
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
-from eagle3_lightning.charts import Line, line_chart, ticks
+from eagle3_lightning.charts import Chart, Line, line_chart, ticks
 from eagle3_lightning.cli import main
+from eagle3_lightning.export.read import serve_command
 from eagle3_lightning.report import make_page, read_curves
 
 
@@ -20,6 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "summary.json").write_text(json.dumps({
         "simulated_tau": 1.5, "served_acceptance_length": 1.47, "acceptance_per_position": [0.3, 0.1], "lossless": True,
         "steps": 30, "tokens_trained": 123456, "export_dir": "/gone",
+        "samples_dropped": {"too_long": 4}, "first_dropped": {"too_long": ["a.jsonl line 7"]},
     }))  # fmt: skip
     (tmp_path / "config.yaml").write_text("run_dir: <here>\n")
     return tmp_path
@@ -48,13 +52,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_chart_is_well_formed_and_inside_its_frame() -> None:
-    text = line_chart("a < b", [Line("x", [(0, 1.0), (10, 3.0)]), Line("none", [])], "step")
+    text = line_chart(Chart("a < b", [Line("x", [(0, 1.0), (10, 3.0)])], "step"))
     figure = ElementTree.fromstring(text)
     points = figure.find(".//polyline").get("points").split()
     places = [tuple(map(float, point.split(","))) for point in points]
     assert all(0 <= x <= 560 and 0 <= y <= 260 for x, y in places)
     assert places[0][1] > places[1][1]  # larger values lie higher
-    assert line_chart("nothing", [Line("x", [])], "step") == ""
 
 
 @pytest.mark.parametrize(
@@ -71,3 +74,31 @@ def test_ticks_enclose_and_are_few(low: float, high: float) -> None:
 def test_a_page_needs_no_summary(run_dir: Path) -> None:
     (run_dir / "summary.json").unlink()
     assert "Curves" in make_page(run_dir)
+
+
+def test_simulated_stands_against_served_and_drops_have_their_reasons(run_dir: Path) -> None:
+    page = make_page(run_dir)
+    assert "<td>30</td><td>1.470</td><td>1.500 (step 30)</td><td>+2.0%</td>" in page
+    assert "<td>too_long</td><td>4</td><td>a.jsonl line 7</td>" in page
+
+
+def test_every_chart_is_a_png_too(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--png", str(run_dir / "png")]) == 0
+    assert "wrote 2 charts" in capsys.readouterr().out
+    files = sorted((run_dir / "png").iterdir())
+    assert [file.name for file in files] == ["01_acceptance_length_simulated_and_served.png", "02_loss.png"]
+    for file in files:
+        with Image.open(file) as picture:
+            assert picture.size == (1120, 576)
+            assert len(picture.convert("RGB").getcolors(1 << 20)) > 50  # curves and text, not an empty canvas
+    (run_dir / "file").touch()
+    assert main(["report", str(run_dir), "--png", str(run_dir / "file")]) == 2
+    assert "--png = " in capsys.readouterr().err
+
+
+def test_the_serve_command_survives_a_shell(tmp_path: Path) -> None:
+    out = tmp_path / "it's my run" / "export"
+    words = shlex.split(serve_command(out, "/models/my target", 3))
+    assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
+    assert len(words) == 5
