@@ -85,7 +85,7 @@ def plan_layers(ids: Sequence[int] | None, num_layers: int, convention: Conventi
             f"{len(given)} ids were given",
             "Give three auxiliary layers, or four of which the fourth is the last layer.",
         )
-    if any(i < 0 or i > last for i in ours):
+    if any(i < 0 or i > last for i in ours[:NUM_AUX_LAYERS]):
         raise ConfigError(
             OPTION,
             given,

@@ -225,6 +225,13 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
+        for name in set(settings.extra) - set(EngineArgs.__dataclass_fields__):
+            raise ConfigError(
+                f"data.engine.extra.{name}",
+                settings.extra[name],
+                "this vLLM has no such engine argument",
+                "Spell it as vLLM's EngineArgs does, with underscores.",
+            )
         self.settings = settings
         self.on_cpu = current_platform.is_cpu()
         tap = TapSettings(settings.aux_layers, settings.num_layers)

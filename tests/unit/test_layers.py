@@ -35,6 +35,7 @@ def test_the_default_is_vllms_own():
         ([1, 1, 2], 8, "output", "not ascending"),
         (None, 6, "output", "at least 8 decoder layers"),
         ([2, 30, 58, 59], 61, "output", "output of layer 59.*in convention vllm it would mean the output of layer 58"),
+        ([2, 30, 58, 61], 61, "output", "in convention vllm it would mean the output of layer 60, which is the last"),
         (
             [3, 31, 59, 60],
             61,

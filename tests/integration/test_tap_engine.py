@@ -1,0 +1,60 @@
+"""Engines of other kinds than the plain one: two workers, two processes, the V2 runner, int4 weights, pipelines."""
+
+import pytest
+from extract_support import (
+    ENGINE,
+    QUEUE,
+    all_layers,
+    collect,
+    extractor,
+    random_prompts,
+    read_target,
+    reference_states,
+    relative_error,
+)
+from toy_targets import make_int4_toy, make_toy
+
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.extract.supervisor import Extractor
+from eagle3_lightning.layers import LayerPlan
+from eagle3_lightning.options import EngineOptions, SamplingOptions
+
+pytestmark = [pytest.mark.vllm, pytest.mark.tap]
+PLAN = LayerPlan((1, 3, 5), 7)
+LENGTHS = (3, 9, 33, 120, 7, 64)
+
+
+def check_states(info, plan, run_dir, tolerance=2e-4, reference_path=None, **engine):
+    """Answered and prefilled, against Transformers in float32."""
+    with extractor(info, plan, run_dir, max_num_seqs=8, **engine) as (made, queue):
+        print("TAP", made.wait_ready().tap)
+        samples = collect(queue, random_prompts(info, LENGTHS), 16)
+        samples += collect(queue, [s.token_ids for s in samples], 0, "val")
+        for sample in samples:
+            reference = reference_states(reference_path or info.path, sample.token_ids[: sample.num_rows])
+            error = relative_error(sample.rows(), reference[:, [*plan.aux, -1]])
+            assert error.max() < tolerance, (sample.index, error)
+            sample.release()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_two_tensor_parallel_workers(name, tmp_path):
+    info = read_target(make_toy(name, tmp_path / "target"))
+    check_states(info, PLAN, tmp_path, tolerance=1e-3, tensor_parallel_size=2, cpu_threads=1)
+    log = (tmp_path / "vllm.log").read_text()
+    assert "world_size=2 rank=1" in log
+
+
+def test_int4_weights(tmp_path):
+    packed, dequantized = make_int4_toy(tmp_path / "target", tmp_path / "dequantized")
+    info = read_target(packed)
+    # In bfloat16, since no int4 kernel runs in float32; one layer off gives more than 10 %.
+    check_states(info, all_layers(info), tmp_path, 0.04, dequantized, dtype="bfloat16")
+
+
+def test_a_pipeline_is_refused_before_anything_starts(tmp_path):
+    info = read_target(make_toy("llama", tmp_path / "target"))
+    engine = EngineOptions(**{**vars(ENGINE), "extra": {"pipeline_parallel_size": 2}})
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size.*states of earlier stages"):
+        Extractor(info, PLAN, engine, QUEUE, SamplingOptions(), tmp_path)
+    assert not (tmp_path / "vllm.log").exists()
