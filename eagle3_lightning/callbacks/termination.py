@@ -36,7 +36,7 @@ class TerminationCallback(Callback):
         """Nothing was asked yet."""
         self._requested = 0  # the signal's number
         self._may_raise = True
-        self._training = False
+        self._training = self._trained = False
         self._ending = False
         self._previous: dict[int, Any] = {}
         self._ranks: list[subprocess.Popen[Any]] = []
@@ -50,8 +50,8 @@ class TerminationCallback(Callback):
     def end(self) -> None:
         """Give the signals back, and see the other ranks off that a failed run has left behind."""
         for rank in self._ranks:
-            try:
-                rank.wait(RANKS_TIMEOUT_S)
+            try:  # at the start they wait for this one, and would do so for long
+                rank.wait(RANKS_TIMEOUT_S if self._trained else 0.5)
             except subprocess.TimeoutExpired:
                 rank.kill()
         self._ranks = []
@@ -69,11 +69,13 @@ class TerminationCallback(Callback):
         if self._previous:
             for number in SIGNALS:
                 signal.signal(number, self._on_signal)
-        self._training, self._may_raise = True, trainer.world_size == 1
+        self._training = self._trained = True
+        self._may_raise = trainer.world_size == 1
         if trainer.world_size > 1:
-            # Between the hosts: a decision that went over the GPUs would wait for them at every step.
+            # Between the hosts: a decision that went over the GPUs, as Lightning's own does, would wait for them at
+            # every step.
             self._hosts = dist.new_group(backend="gloo")
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # Lightning's, which does just that
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         if trainer.world_size == 1:
             self._check()
 
@@ -89,13 +91,13 @@ class TerminationCallback(Callback):
         Raises:
             TerminatedError: it was.
         """
-        requested = bool(self._requested)
+        requested = self._requested
         if trainer.world_size > 1:
-            flag = torch.tensor(int(requested))
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._hosts)
-            requested = bool(flag)
+            number = torch.tensor(requested)
+            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._hosts)
+            requested = int(number)
         if requested:
-            raise TerminatedError(self._requested or signal.SIGTERM, f" behind step {trainer.global_step}")
+            raise TerminatedError(requested, f" behind step {trainer.global_step}")
         self._may_raise = trainer.world_size == 1
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -197,9 +197,13 @@ class Fit:
         return found
 
     def new_shared_memory(self) -> set[str]:
-        """Names that Python, torch or vLLM give, that were not there before; other tests may run beside this one."""
-        names = set(os.listdir("/dev/shm")) - self.shared_before
-        return {name for name in names if re.match(r"(psm_|torch_|sem\.mp-|vllm|eagle3)", name) and not _in_use(name)}
+        return new_shared_memory(self.shared_before)
+
+
+def new_shared_memory(before: set[str]) -> set[str]:
+    """Names that Python, torch or vLLM give, that were not there before; other tests may run beside this one."""
+    names = set(os.listdir("/dev/shm")) - before
+    return {name for name in names if re.match(r"(psm_|torch_|sem\.mp-|vllm|eagle3)", name) and not _in_use(name)}
 
 
 def end_running() -> None:

@@ -6,6 +6,7 @@ reason; a resume is the undisturbed run to the last bit; no process, file, socke
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from fault_support import (
@@ -134,6 +135,19 @@ def test_a_signal_at_the_start(material, tmp_path, sign):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_program_is_loaded(material, tmp_path, sign):
+    fit = Fit(material, tmp_path / "run")
+    fit.wait_until(lambda: b"libtorch" in (Path("/proc") / str(fit.process.pid) / "maps").read_bytes(), "libtorch")
+    fit.process.send_signal(sign)
+    status, seconds = fit.finish()
+    assert status in (-sign, 128 + sign)
+    assert "Traceback" not in fit.output()
+    assert not (tmp_path / "run").exists()
+    fit.assert_nothing_left()
+    OUTCOMES.append((f"trainer, {sign.name}", "imports", f"ended after {seconds:.1f} s with {status}"))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [3, CHECKPOINT_EVERY + 3])
 def test_a_signal_writes_a_checkpoint_that_can_be_resumed(material, straight, tmp_path, sign, step):
     fit = Fit(material, tmp_path / "run")
@@ -230,7 +244,7 @@ def ended_soon(fit, reason):
 
 
 def test_a_second_fit_is_refused_while_the_first_starts_and_while_it_runs(material, tmp_path):
-    first = Fit(material, tmp_path / "run")
+    first = Fit(material, tmp_path / "run", "--trainer.callbacks.pause_s=2")  # longer than the second's start
     first.wait_until(lambda: (tmp_path / "run" / ".lock").exists(), ".lock")
     try:
         for when in (START, STEADY):

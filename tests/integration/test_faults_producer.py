@@ -1,5 +1,5 @@
-"""kill -9 of each process, at the start and in steady state: the fit side ends within 30 s with the reason, or goes on
-without a lost or repeated sample; no process, socket, file or shared memory of ours is left.
+"""The extractor alone, without a trainer: a killed engine ends it with the reason, restarts lose and repeat no sample,
+and nothing is left. `make test` runs the first of these; what `eagle3 fit` makes of it is in test_faults_fit.py.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from extract_support import read_target
+from fault_support import OUTCOMES, new_shared_memory, read_command
 from toy_targets import make_toy
 
 from eagle3_lightning.extract.watchdog import group_members
@@ -68,6 +69,16 @@ class FitSide:
             assert time.monotonic() < deadline_s and self.process.poll() is None, self.vllm_processes()
             time.sleep(0.1)
 
+    def wait_for_another_producer(self, timeout_s=60.0):
+        """The process that the supervisor starts in the place of a dead one."""
+        deadline_s = time.monotonic() + timeout_s
+        children = Path(f"/proc/{self.process.pid}/task")
+        while not (new := [p for task in children.glob("*/children") for p in map(int, task.read_text().split())
+                           if p != self.group and b"extract.producer" in read_command(p)]):  # fmt: skip
+            assert time.monotonic() < deadline_s and self.process.poll() is None, "no producer"
+            time.sleep(0.05)
+        (self.group,) = new
+
     def vllm_processes(self):
         """Producer, engine core and worker in this order, resource trackers left out."""
         members = [p for p in group_members(self.group) if b"resource_tracker" not in read_command(p)]
@@ -86,7 +97,7 @@ class FitSide:
             left := (
                 group_members(self.group),
                 list(self.temporary.iterdir()),
-                set(os.listdir("/dev/shm")) - self.shared_before,
+                new_shared_memory(self.shared_before),
             )
         ) != ([], [], set()):
             assert time.monotonic() < deadline_s, left
@@ -94,62 +105,49 @@ class FitSide:
         self.temporary.rmdir()
 
 
-def read_command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-VICTIMS = {"producer": 0, "engine core": 1, "worker": 2}
-KILLS = [
-    pytest.param(victim, when, marks=[] if (victim, when) == ("engine core", "steady state") else slow)
-    for victim in VICTIMS
-    for when in ("start-up", "steady state")
-]
-
-
-@pytest.mark.parametrize(("victim", "when"), KILLS)
-def test_a_killed_vllm_process_ends_the_fit_with_the_reason(target, tmp_path, victim, when):
+def test_a_killed_engine_core_ends_the_fit_with_the_reason(target, tmp_path):
     fit = FitSide(target, tmp_path)
     fit.wait_for_processes(3)
-    if when == "steady state":
-        fit.wait_for("sample 20 ")
-    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    fit.wait_for("sample 20 ")
+    os.kill(fit.vllm_processes()[1], signal.SIGKILL)
     status, err, seconds = fit.finish()
     assert status == 1 and seconds < END_TIMEOUT_S
     assert "vLLM's producer" in err and "The last lines of" in err
     fit.assert_nothing_left()
-    print(f"| {victim} | {when} | ended after {seconds:.1f} s: {err.splitlines()[0][:100]} |")
 
 
 @slow
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_with_restarts_left_no_sample_is_lost_or_repeated(target, tmp_path, victim):
-    fit = FitSide(target, tmp_path, max_restarts=1)
+def test_a_producer_killed_again_while_it_starts_again(target, tmp_path):
+    fit = FitSide(target, tmp_path, max_restarts=2)
     fit.wait_for("sample 20 ")
-    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    for _ in range(2):
+        first = fit.group
+        os.kill(first, signal.SIGKILL)
+        fit.wait_for_another_producer()
     fit.wait_for("end")
     status, err, _ = fit.finish()
     assert status == 0, err
     assert [int(line.split()[1]) for line in fit.lines if line.startswith("sample")] == list(range(NUM_SAMPLES))
     fit.assert_nothing_left()
-    print(f"| {victim} | steady state, a restart left | recovered |")
+    what = "vLLM producer, SIGKILL, then the one that replaces it"
+    OUTCOMES.append((what, "steady state, start-up", "recovered: every sample once, in order"))
 
 
 @slow
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("when", ["start-up", "steady state"])
-def test_a_killed_trainer_takes_everything_with_it(target, tmp_path, sign, when):
-    fit = FitSide(target, tmp_path)
-    fit.wait_for_processes(2)
-    if when == "steady state":
-        fit.wait_for("sample 20 ")
-    fit.process.send_signal(sign)
-    _, _, seconds = fit.finish()
-    assert seconds < END_TIMEOUT_S
+def test_a_producer_killed_more_often_than_it_may_be_restarted(target, tmp_path):
+    fit = FitSide(target, tmp_path, max_restarts=1)
+    fit.wait_for("sample 20 ")
+    os.kill(fit.group, signal.SIGKILL)
+    fit.wait_for_another_producer()
+    os.kill(fit.group, signal.SIGKILL)
+    status, err, seconds = fit.finish()
+    assert status == 1 and seconds < END_TIMEOUT_S
+    assert "after 1 restarts" in err
+    seen = [int(line.split()[1]) for line in fit.lines if line.startswith("sample")]
+    assert seen == list(range(len(seen)))
     fit.assert_nothing_left()
-    print(f"| trainer, {sign.name} | {when} | nothing left after {seconds:.1f} s |")
+    what = "vLLM producer, SIGKILL, then the one that replaces it, one restart allowed"
+    OUTCOMES.append((what, "steady state, start-up", f"ended after {seconds:.1f} s with {status}: reason"))
 
 
 @slow

@@ -110,3 +110,22 @@ def test_a_signal_to_rank_0_at_the_start(material, tmp_path, sign):
     assert status == (-sign if sign == signal.SIGKILL else 128 + sign), fit.output()[-3000:]
     fit.assert_nothing_left()
     OUTCOMES.append((f"rank 0 of 2, {sign.name}", "start-up", f"ended after {seconds:.1f} s with {status}"))
+
+
+def test_vllm_ends_once_every_sample_is_on_disk(material, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((material / "train.jsonl").read_text().splitlines(keepends=True)[:20]))
+    flags = (*RANKS, f"--data.prompts.train=[{few}]", f"--data.cache.dir={tmp_path / 'cache'}")
+    fit = Fit(material, tmp_path / "run", *flags)
+    fit.wait_for_step(1)
+    assert fit.vllm_processes()
+    fit.wait_until(lambda: not fit.vllm_processes(), "end of vLLM while the ranks go on")
+    fit.succeed()
+    again = Fit(material, tmp_path / "again", *flags)
+    again.wait_for_step(1)
+    assert not (tmp_path / "again" / "vllm.log").exists()
+    again.succeed()
+    for rank in (0, 1):
+        assert [row[0] for row in fit.rows(rank)] == list(range(1, NUM_STEPS + 1))
+        assert again.rows(rank) == fit.rows(rank)
+    OUTCOMES.append(("2 ranks, every sample on disk", "steady state", "vLLM ended, the run went on to the same losses"))
