@@ -6,7 +6,7 @@ TARGET_DIR := .cache/target/smollm2-135m
 export HF_HUB_OFFLINE = 1
 export WANDB_MODE ?= offline
 
-.PHONY: help setup target quickstart test lint test-tap test-faults test-data bench-train bench-extract clean
+.PHONY: help setup target quickstart test lint test-tap test-faults test-data bench-train bench-ddp bench-extract clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
@@ -34,6 +34,9 @@ test-faults: target ## kills every process at every stage and prints the outcome
 
 bench-train:     ## one training step against speculators 0.9.0, on a CUDA host (its own Python)
 	@python3 scripts/bench_train.py
+
+bench-ddp:       ## training on two GPUs against one, on a CUDA host (its own Python)
+	@python3 scripts/bench_ddp.py
 
 bench-extract:   ## plain vLLM, the tap and vLLM's own extraction, on a CUDA host (its own Python)
 	@python3 scripts/bench_extract.py

@@ -52,6 +52,13 @@ class Eagle3Batch:
         """A copy in page-locked memory, so that the move to a GPU does not wait."""
         return self._map(Tensor.pin_memory)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of every tensor, the plan's too, until `stream` has done what it is asked to do by then."""
+        for part in (self, self.plan):
+            for value in vars(part).values() if part is not None else ():
+                if isinstance(value, Tensor):
+                    value.record_stream(stream)
+
     def _map(self, fn) -> "Eagle3Batch":  # type: ignore[no-untyped-def]
         moved = {f.name: fn(v) for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)

@@ -76,6 +76,7 @@ class Eagle3Module(L.LightningModule):
         self.vocab_coverage = float("nan")
         self._calibrated = self._target_loaded = False
         self._guard = StepGuard()
+        self._copies: torch.cuda.Stream | None = None  # of batches to the GPU
         self._sums: Tensor | None = None  # loss, supervised tokens and slots of this optimizer step
         self._sample_ids: list[int] = []
         # Buffers are the same on every rank; DDP would broadcast them, embeddings and all, at every step.
@@ -171,12 +172,24 @@ class Eagle3Module(L.LightningModule):
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Plan the batch while it is on the host, then start its copy without waiting for it."""
+        """Plan the batch while it is on the host, then start its copy without waiting for it.
+
+        On a GPU the copy has its own stream: the host runs ahead, so a batch travels while the step before it computes.
+        """
         if not isinstance(batch, Eagle3Batch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         check_batch(batch, self.draft.config)
         plan = plan_unroll(batch, self.loss.ttt_steps)
-        return replace(batch.to(device, non_blocking=True), plan=plan.to(device, non_blocking=True))
+        if device.type != "cuda":
+            return replace(batch.to(device), plan=plan.to(device))
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(device)
+        step = torch.cuda.current_stream(device)
+        with torch.cuda.stream(self._copies):
+            moved = replace(batch.to(device, non_blocking=True), plan=plan.to(device, non_blocking=True))
+        step.wait_stream(self._copies)
+        moved.record_stream(step)
+        return moved
 
     def validation_step(self, batch: Eagle3Batch, batch_idx: int) -> None:
         """Add one batch to the validation metrics."""

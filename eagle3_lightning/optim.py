@@ -30,7 +30,12 @@ def build_optimizer(options: OptimOptions, module: nn.Module) -> Optimizer:
 
 
 def _adamw(groups: list[tuple[list[nn.Parameter], float]], options: OptimOptions) -> AdamW:
-    return AdamW(
+    kind = AdamW
+    if all(p.is_cuda and p.dtype == torch.float32 for params, _ in groups for p in params):
+        from eagle3_lightning.draft.adamw import CudaAdamW
+
+        kind = CudaAdamW
+    return kind(
         [{"params": params, "weight_decay": decay} for params, decay in groups],
         lr=options.lr,
         betas=options.betas,

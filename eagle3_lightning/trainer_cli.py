@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from eagle3_lightning.arguments import StrictParser
@@ -189,7 +190,10 @@ class Eagle3CLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(WholeFileIO())
         kept = [entry for entry in callbacks if not isinstance(entry, unwanted)]
-        return super()._instantiate_trainer({**config, "plugins": plugins}, kept)
+        changed: dict[str, Any] = {"plugins": plugins}
+        if config["strategy"] == "ddp":
+            changed["strategy"] = DDPStrategy(gradient_as_bucket_view=True)  # else every gradient is copied twice
+        return super()._instantiate_trainer({**config, **changed}, kept)
 
     def after_instantiate_classes(self) -> None:
         """Have refused before vLLM is started what Lightning and the callbacks come to only later."""

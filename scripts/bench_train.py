@@ -56,7 +56,7 @@ Step = Callable[[Eagle3Batch], Tensor]
 
 def our_step(case: Case) -> tuple[Step, Callable[[], int]]:
     """A step, and a count of compiled kernels."""
-    from eagle3_lightning.draft import flash, kernels
+    from eagle3_lightning.draft import adamw, flash, kernels, kl, same_slot
     from eagle3_lightning.draft.model import Eagle3Draft
     from eagle3_lightning.draft.ttt import ttt_loss
     from eagle3_lightning.optim import StepGuard, build_optimizer, scale_gradients
@@ -81,7 +81,9 @@ def our_step(case: Case) -> tuple[Step, Callable[[], int]]:
         return loss.detach() / supervised
 
     def compiled() -> int:
-        functions = [f for m in (flash, kernels) for f in vars(m).values() if hasattr(f, "device_caches")]
+        functions = [
+            f for m in (adamw, flash, kernels, kl, same_slot) for f in vars(m).values() if hasattr(f, "device_caches")
+        ]
         return sum(len(cache[0]) for f in functions for cache in f.device_caches.values())
 
     return step, compiled

@@ -35,7 +35,9 @@ class Backend(Protocol):
         """Gradients of q, k, v through the probabilities exp(score - lse); `row_term` is dout * out summed by head."""
 
 
-def make_backend(kind: Kind, spans: Spans, scale: float, window: int | None, q_sample: Tensor) -> Backend:
+def make_backend(
+    kind: Kind, spans: Spans, scale: float, window: int | None, head_dim: int, q_sample: Tensor
+) -> Backend:
     """Choose the implementation.
 
     Args:
@@ -43,17 +45,20 @@ def make_backend(kind: Kind, spans: Spans, scale: float, window: int | None, q_s
         spans: which rows attend to which slots.
         scale: factor on the scores.
         window: step-0 keys that a query sees, itself included; None is all.
+        head_dim: size of a head.
         q_sample: a tensor of the device and dtype that attention will run in.
 
     Raises:
-        ConfigError: `flash` on a device or in a dtype that has none.
+        ConfigError: `flash` on a device, in a dtype or for a head size that has none.
     """
-    fits = q_sample.is_cuda and q_sample.dtype in (torch.bfloat16, torch.float16)
+    # Tensor descriptors want rows of whole 16 bytes.
+    fits = q_sample.is_cuda and q_sample.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
     if kind == "flash" and not fits:
         raise ConfigError(
             "model.loss.attention",
             kind,
-            f"it needs CUDA and bf16, not {q_sample.device.type} and {q_sample.dtype}",
+            "it needs CUDA, bf16 and heads of a multiple of 8, not "
+            f"{q_sample.device.type}, {q_sample.dtype} and {head_dim}",
             "Use trainer.precision=bf16-mixed on a GPU, or model.loss.attention=sdpa.",
         )
     if kind == "flash" or (kind == "auto" and fits):
@@ -83,7 +88,7 @@ class _TTTAttention(torch.autograd.Function):
         keys, values = keys_values[:half], keys_values[half:]
         out, lse = backend.forward(q, keys[0], values[0])
         if half > 1:
-            merge = _flash().merge_forward if fused(q) else _merge
+            merge = _same_slot().merge_forward if fused(q) else _merge
             out, lse = merge(scale, q, out, lse, keys[1:], values[1:])
         ctx.backend, ctx.scale = backend, scale
         ctx.save_for_backward(q, out, lse, *keys_values)
@@ -95,11 +100,11 @@ class _TTTAttention(torch.autograd.Function):
         dout = dout.contiguous()
         half = len(keys_values) // 2
         keys, values = keys_values[:half], keys_values[half:]
-        row_term = _flash().row_terms(dout, out) if fused(q) else _row_terms(dout, out)
+        row_term = _same_slot().row_terms(dout, out) if fused(q) else _row_terms(dout, out)
         dq, dk, dv = ctx.backend.backward(dout, q, keys[0], values[0], lse, row_term)
         dkeys, dvalues = [dk], [dv]
         if half > 1:
-            merge = _flash().merge_backward if fused(q) else _merge_backward
+            merge = _same_slot().merge_backward if fused(q) else _merge_backward
             dq, more_k, more_v = merge(ctx.scale, q, lse, row_term, dout, dq, keys[1:], values[1:])
             dkeys, dvalues = [dk, *more_k], [dv, *more_v]
         return None, None, dq, *dkeys, *dvalues
@@ -109,6 +114,12 @@ def _flash() -> ModuleType:
     from eagle3_lightning.draft import flash
 
     return flash
+
+
+def _same_slot() -> ModuleType:
+    from eagle3_lightning.draft import same_slot
+
+    return same_slot
 
 
 def _row_terms(dout: Tensor, out: Tensor) -> Tensor:

@@ -1,24 +1,26 @@
-"""Attention of test-time training as Triton kernels.
-
-Causal attention over packed documents: a suffix of each document's slots attends to all of them.
+"""Causal attention over packed documents as Triton kernels: a suffix of each document's slots attends to all of them.
 
 After FlashAttention 2 (Dao 2023), with three things that the draft needs and torch's own build does not give: queries
 that are fewer than keys without padding, key heads shared by query heads without expanding their gradients, and a
 backward pass that takes the log-sum-exp and row term of a softmax over *more* than these keys. No size is compiled in
 but the head's.
 
+What a loop streams comes by tensor descriptors (TMA from Hopper on). Their tiles may reach past a document's end, into
+the next document or past the tensor (zeros there): such keys are hidden by the causal mask, and such rows have
+probability 0.
+
 Shape suffixes: `Q` and `K` query and key heads, `G` query heads by key head, `d` size of a head, `N` rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped"
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle3_lightning.draft.plan import Spans
 
@@ -38,34 +40,19 @@ class Tiles(NamedTuple):
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """Output [N, Q, d] and log-sum-exp [Q, N]; `window` 0 is all keys."""
-    num_rows, q_heads, head_dim = q.shape
+    num_rows, q_heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q_heads, num_rows, dtype=torch.float32, device=q.device)
     tiles = _tiles_forward(q)
     if num_rows:
         _forward[_grid(q_heads, spans.longest_q, tiles.rows, spans)](
             q,
-            k,
-            v,
+            _stream(k, tiles.keys),
+            _stream(v, tiles.keys),
             out,
             lse,
-            spans.starts_q,
-            spans.starts_k,
-            num_rows,
-            scale,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            window,
-            q_heads,
-            q_heads // k.shape[1],
-            head_dim,
-            BM=tiles.rows,
-            BN=tiles.keys,
-            BD=triton.next_power_of_2(head_dim),
-            HAS_WINDOW=window > 0,
-            num_stages=tiles.stages,
-            num_warps=tiles.warps,
+            *_sizes(q, k, spans, scale, window),
+            **_constants(q, tiles, window),
         )
     return out, lse
 
@@ -82,150 +69,72 @@ def flash_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, given each row's log-sum-exp and its sum of dout * out, both [Q, N]."""
-    num_rows, q_heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    shared = (
-        spans.starts_q,
-        spans.starts_k,
-        num_rows,
-        scale,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        window,
-        q_heads,
-        q_heads // k.shape[1],
-        head_dim,
-    )
-    fixed = {"BD": triton.next_power_of_2(head_dim), "HAS_WINDOW": window > 0}
+    if not q.shape[0]:
+        return dq, dk.zero_(), dv.zero_()
+    sizes = _sizes(q, k, spans, scale, window)
     tiles = _tiles_keys(q)
     _backward_keys[_grid(k.shape[1], spans.longest_k, tiles.keys, spans)](
-        q,
+        _stream(q, tiles.rows),
         k,
         v,
-        dout,
+        _stream(dout, tiles.rows),
         lse,
         row_term,
         dk,
         dv,
-        *shared,
-        BM=tiles.rows,
-        BN=tiles.keys,
-        num_stages=tiles.stages,
-        num_warps=tiles.warps,
-        **fixed,
+        k.stride(0),
+        v.stride(0),
+        *sizes,
+        **_constants(q, tiles, window),
     )
     tiles = _tiles_queries(q)
-    if num_rows:
-        _backward_queries[_grid(q_heads, spans.longest_q, tiles.rows, spans)](
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            row_term,
-            dq,
-            *shared,
-            BM=tiles.rows,
-            BN=tiles.keys,
-            num_stages=tiles.stages,
-            num_warps=tiles.warps,
-            **fixed,
-        )
+    _backward_queries[_grid(q.shape[1], spans.longest_q, tiles.rows, spans)](
+        q,
+        _stream(k, tiles.keys),
+        _stream(v, tiles.keys),
+        dout,
+        lse,
+        row_term,
+        dq,
+        *sizes,
+        **_constants(q, tiles, window),
+    )
     return dq, dk, dv
 
 
-def row_terms(dout: Tensor, out: Tensor) -> Tensor:
-    """Sum of dout * out over each head, [Q, N] in float32."""
-    num_rows, q_heads, head_dim = out.shape
-    terms = torch.empty(q_heads, num_rows, dtype=torch.float32, device=out.device)
-    if num_rows:
-        _row_terms[(num_rows,)](
-            dout,
-            out,
-            terms,
-            num_rows,
-            q_heads,
-            head_dim,
-            HEADS=triton.next_power_of_2(q_heads),
-            BD=triton.next_power_of_2(head_dim),
-        )
-    return terms
+def _stream(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of one head of x [rows, heads, d], at [row, head * d]."""
+    block = triton.next_power_of_2(x.shape[2])
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, block])
 
 
-def merge_forward(
-    scale: float, q: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Add same-slot keys to an attention output and its log-sum-exp, in place."""
-    num_rows, q_heads, head_dim = out.shape
-    kv_heads = keys[0].shape[1]
-    group, block = triton.next_power_of_2(q_heads // kv_heads), triton.next_power_of_2(head_dim)
-    padded = triton.next_power_of_2(len(keys))
-    if num_rows:
-        _merge_forward[(num_rows, kv_heads)](
-            q,
-            out,
-            lse,
-            _pad(keys, padded),
-            _pad(values, padded),
-            len(keys),
-            num_rows,
-            scale,
-            q.stride(0),
-            keys[0].stride(0),
-            q_heads,
-            q_heads // kv_heads,
-            head_dim,
-            MAX_KEYS=padded,
-            GROUP=group,
-            BLOCK=block,
-            num_warps=_merge_warps(group * block),
-        )
-    return out, lse
-
-
-def merge_backward(
-    scale: float,
-    q: Tensor,
-    lse: Tensor,
-    row_term: Tensor,
-    dout: Tensor,
-    dq: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of the same-slot terms; their part of the queries' is added to `dq` in place."""
-    num_rows, q_heads, head_dim = dout.shape
-    kv_heads = keys[0].shape[1]
-    dkeys = [torch.empty(k.shape, dtype=k.dtype, device=k.device) for k in keys]
-    dvalues = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values]
-    group, block = triton.next_power_of_2(q_heads // kv_heads), triton.next_power_of_2(head_dim)
-    padded = triton.next_power_of_2(len(keys))
-    _merge_backward[(num_rows, kv_heads)](
-        q,
-        lse,
-        row_term,
-        dout,
-        dq,
-        _pad(keys, padded),
-        _pad(values, padded),
-        _pad(dkeys, padded),
-        _pad(dvalues, padded),
-        len(keys),
-        num_rows,
+def _sizes(q: Tensor, k: Tensor, spans: Spans, scale: float, window: int) -> tuple[object, ...]:
+    """What all kernels are told about the batch."""
+    q_heads = q.shape[1]
+    return (
+        spans.starts_q,
+        spans.starts_k,
+        q.shape[0],
         scale,
         q.stride(0),
-        keys[0].stride(0),
+        window,
         q_heads,
-        q_heads // kv_heads,
-        head_dim,
-        MAX_KEYS=padded,
-        GROUP=group,
-        BLOCK=block,
-        num_warps=_merge_warps(group * block),
+        q_heads // k.shape[1],
+        q.shape[2],
     )
-    return dq, dkeys, dvalues
+
+
+def _constants(q: Tensor, tiles: Tiles, window: int) -> dict[str, object]:
+    return {
+        "BM": tiles.rows,
+        "BN": tiles.keys,
+        "BD": triton.next_power_of_2(q.shape[2]),
+        "HAS_WINDOW": window > 0,
+        "num_stages": tiles.stages,
+        "num_warps": tiles.warps,
+    }
 
 
 def _grid(heads: int, longest: int, tile: int, spans: Spans) -> tuple[int, int, int]:
@@ -233,32 +142,20 @@ def _grid(heads: int, longest: int, tile: int, spans: Spans) -> tuple[int, int, 
     return heads, spans.starts_k.shape[0] - 1, max(1, triton.cdiv(longest, tile))
 
 
-def _merge_warps(tile: int) -> int:
-    """Few, so that a tile's many small sums seldom cross warps."""
-    return max(1, tile // 1024)
-
-
-def _pad(tensors: Sequence[Tensor], length: int) -> tuple[Tensor, ...]:
-    return (*tensors, *[tensors[0]] * (length - len(tensors)))
-
-
 def _tiles_forward(q: Tensor) -> Tiles:
-    head_dim = q.shape[-1]
     if _small(q):
         return Tiles(64, 32, 2, 4)
-    return Tiles(128, 128, 3, 4) if head_dim <= 64 else Tiles(128, 64, 3, 8)
+    return Tiles(128, 128, 3, 4) if q.shape[-1] <= 64 else Tiles(64, 64, 3, 4)
 
 
 def _tiles_keys(q: Tensor) -> Tiles:
     if _small(q):
         return Tiles(32, 32, 1, 4)
-    return Tiles(64, 64, 3, 4) if q.shape[-1] <= 64 else Tiles(64, 128, 2, 8)
+    return Tiles(64, 64, 3, 4) if q.shape[-1] <= 64 else Tiles(64, 64, 2, 4)  # two programs share an SM
 
 
 def _tiles_queries(q: Tensor) -> Tiles:
-    if _small(q):
-        return Tiles(32, 32, 1, 4)
-    return Tiles(64, 64, 3, 4) if q.shape[-1] <= 64 else Tiles(128, 64, 3, 8)
+    return _tiles_keys(q)
 
 
 def _small(q: Tensor) -> bool:
@@ -271,9 +168,24 @@ def _small(q: Tensor) -> bool:
 def _document(starts_q, starts_k):
     """First row, rows, first slot and slots of the program's document."""
     doc = tl.program_id(1)
-    q0, k0 = tl.load(starts_q + doc).to(tl.int64), tl.load(starts_k + doc).to(tl.int64)
-    q_len = (tl.load(starts_q + doc + 1) - q0).to(tl.int32)
-    return q0, q_len, k0, (tl.load(starts_k + doc + 1) - k0).to(tl.int32)
+    q0, k0 = tl.load(starts_q + doc).to(tl.int32), tl.load(starts_k + doc).to(tl.int32)
+    return q0, tl.load(starts_q + doc + 1).to(tl.int32) - q0, k0, tl.load(starts_k + doc + 1).to(tl.int32) - k0
+
+
+@triton.jit
+def _tile(at, first, count, stride, BLOCK: tl.constexpr, d: tl.constexpr, BD: tl.constexpr):
+    """Rows [first, first + BLOCK) of a head, zeros from row `first + count` on."""
+    i, c = tl.arange(0, BLOCK), tl.arange(0, BD)
+    inside = (i < count)[:, None] & (c < d)[None, :]
+    return tl.load(at + first.to(tl.int64) * stride + i[:, None] * stride + c[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_tile(at, value, first, count, stride, BLOCK: tl.constexpr, d: tl.constexpr, BD: tl.constexpr):
+    i, c = tl.arange(0, BLOCK), tl.arange(0, BD)
+    inside = (i < count)[:, None] & (c < d)[None, :]
+    at += first.to(tl.int64) * stride + i[:, None] * stride + c[None, :]
+    tl.store(at, value.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -286,467 +198,146 @@ def _seen(own, key, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _key_range(m, q_len, k_len, window, BM: tl.constexpr, BN: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Of a tile of rows from `m` on: its first tile of keys, the first that needs a mask, and their end."""
+    behind = k_len - q_len
+    end = tl.minimum(k_len, m + BM + behind)
+    if HAS_WINDOW:
+        begin = tl.maximum(0, m + behind - window + 1) // BN * BN
+        return begin, begin, end
+    return 0, (m + behind + 1) // BN * BN, end
+
+
+@triton.jit
 def _forward_tile(
-    tile,
-    peak,
-    mass,
-    acc,
-    key_at,
-    value_at,
-    n,
-    k_len,
-    own,
-    scale,
-    k_stride,
-    v_stride,
-    window,
-    d: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    tile, peak, mass, acc, k, v, first, at, n, own, factor, window, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BN: tl.constexpr,
-    BD: tl.constexpr,
-):
-    i, c = tl.arange(0, BN), tl.arange(0, BD)
-    key = n + i
-    inside = (key < k_len)[:, None] & (c < d)[None, :]
-    keys = tl.load(key_at + n * k_stride.to(tl.int64) + i[:, None] * k_stride + c[None, :], mask=inside, other=0.0)
-    score = tl.dot(tile, tl.trans(keys)) * (scale * LOG2E)
+):  # fmt: skip
+    score = tl.dot(tile, tl.trans(k.load([first + n, at])))
     if MASKED:
-        score = tl.where(_seen(own[:, None], key[None, :], window, HAS_WINDOW), score, LOW)
-    higher = tl.maximum(peak, tl.max(score, axis=1))
-    p = tl.exp2(score - higher[:, None])
+        score = tl.where(_seen(own[:, None], (n + tl.arange(0, BN))[None, :], window, HAS_WINDOW), score, LOW)
+    higher = tl.maximum(peak, tl.max(score, axis=1) * factor)
+    p = tl.exp2(score * factor - higher[:, None])
     kept = tl.exp2(peak - higher)
-    values = tl.load(value_at + n * v_stride.to(tl.int64) + i[:, None] * v_stride + c[None, :], mask=inside, other=0.0)
+    values = v.load([first + n, at])
     acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None])
     return higher, mass * kept + tl.sum(p, axis=1), acc
 
 
 @triton.jit(do_not_specialize=["N", "window"])
 def _forward(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    starts_q,
-    starts_k,
-    N,
-    scale,
-    q_stride,
-    k_stride,
-    v_stride,
-    window,
-    Q: tl.constexpr,
-    G: tl.constexpr,
-    d: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
+    q, k, v, out, lse, starts_q, starts_k, N, scale, q_stride, window, Q: tl.constexpr, G: tl.constexpr,
+    d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     q0, q_len, k0, k_len = _document(starts_q, starts_k)
     head, m = tl.program_id(0), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM  # the rows that see most go first
     if m >= q_len:
         return
-    row, c = m + tl.arange(0, BM), tl.arange(0, BD)
-    inside = (row < q_len)[:, None] & (c < d)[None, :]
-    tile = tl.load(q + (q0 + row)[:, None] * q_stride + head * d + c[None, :], mask=inside, other=0.0)
-    key_at, value_at = k + k0 * k_stride + head // G * d, v + k0 * v_stride + head // G * d
-    behind = k_len - q_len
-    own = row + behind
-    begin, all_seen = 0, (m + behind + 1) // BN * BN  # keys before `all_seen` are seen by every row of the tile
-    if HAS_WINDOW:
-        begin = tl.maximum(0, m + behind - window + 1) // BN * BN
-        all_seen = begin
+    tile = _tile(q + head * d, q0 + m, q_len - m, q_stride, BM, d, BD)
+    own = m + tl.arange(0, BM) + k_len - q_len
+    begin, all_seen, end = _key_range(m, q_len, k_len, window, BM, BN, HAS_WINDOW)
+    at, factor = head // G * d, scale * LOG2E
     peak = tl.full([BM], LOW, dtype=tl.float32)
     mass, acc = tl.zeros([BM], dtype=tl.float32), tl.zeros([BM, BD], dtype=tl.float32)
     for n in range(begin, all_seen, BN):
         peak, mass, acc = _forward_tile(
-            tile,
-            peak,
-            mass,
-            acc,
-            key_at,
-            value_at,
-            n,
-            k_len,
-            own,
-            scale,
-            k_stride,
-            v_stride,
-            window,
-            d,
-            False,
-            HAS_WINDOW,
-            BN,
-            BD,
-        )
-    for n in range(all_seen, tl.minimum(k_len, m + BM + behind), BN):
+            tile, peak, mass, acc, k, v, k0, at, n, own, factor, window, False, HAS_WINDOW, BN
+        )  # fmt: skip
+    for n in range(all_seen, end, BN):
         peak, mass, acc = _forward_tile(
-            tile,
-            peak,
-            mass,
-            acc,
-            key_at,
-            value_at,
-            n,
-            k_len,
-            own,
-            scale,
-            k_stride,
-            v_stride,
-            window,
-            d,
-            True,
-            HAS_WINDOW,
-            BN,
-            BD,
-        )
-    tl.store(
-        out + ((q0 + row)[:, None] * Q + head) * d + c[None, :],
-        (acc / mass[:, None]).to(out.dtype.element_ty),
-        mask=inside,
-    )
-    tl.store(lse + head.to(tl.int64) * N + q0 + row, (peak + tl.log2(mass)) * LN2, mask=row < q_len)
+            tile, peak, mass, acc, k, v, k0, at, n, own, factor, window, True, HAS_WINDOW, BN
+        )  # fmt: skip
+    _store_tile(out + head * d, acc / mass[:, None], q0 + m, q_len - m, Q * d, BM, d, BD)
+    i = tl.arange(0, BM)
+    tl.store(lse + head.to(tl.int64) * N + q0 + m + i, (peak + tl.log2(mass)) * LN2, mask=i < q_len - m)
 
 
 @triton.jit
 def _keys_tile(
-    keys,
-    values,
-    dkey,
-    dvalue,
-    q,
-    dout,
-    lse,
-    row_term,
-    head,
-    m,
-    q0,
-    q_len,
-    behind,
-    key,
-    N,
-    scale,
-    q_stride,
-    window,
-    Q: tl.constexpr,
-    d: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-):
-    i, c = tl.arange(0, BM), tl.arange(0, BD)
-    row = m + i
-    inside = (row < q_len)[:, None] & (c < d)[None, :]
-    first, at = q0 + m, head * N.to(tl.int64) + q0 + m
-    queries = tl.load(q + first * q_stride + head * d + i[:, None] * q_stride + c[None, :], mask=inside, other=0.0)
-    log_mass = tl.load(lse + at + i, mask=row < q_len, other=float("inf")) * LOG2E  # probability 0 beyond the document
-    p = tl.exp2(tl.dot(keys, tl.trans(queries)) * (scale * LOG2E) - log_mass[None, :])  # [BN, BM]
-    p = tl.where(_seen((row + behind)[None, :], key[:, None], window, HAS_WINDOW), p, 0.0)
-    rows = tl.load(dout + (first * Q + head) * d + i[:, None] * (Q * d) + c[None, :], mask=inside, other=0.0)
+    keys, values, dkey, dvalue, q, dout, lse, row_term, head, m, n, q0, q_len, behind, N, factor, window,
+    d: tl.constexpr, HAS_WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row = m + tl.arange(0, BM)
+    at = head * N.to(tl.int64) + q0
+    queries = q.load([q0 + m, head * d])
+    # Infinity makes the probability 0 beyond the document.
+    log_mass = tl.load(lse + at + row, mask=row < q_len, other=float("inf")) * LOG2E
+    p = tl.exp2(tl.dot(keys, tl.trans(queries)) * factor - log_mass[None, :])  # [BN, BM]
+    if (m + behind < n + BN - 1) | HAS_WINDOW:  # else every row sees every key
+        p = tl.where(_seen((row + behind)[None, :], (n + tl.arange(0, BN))[:, None], window, HAS_WINDOW), p, 0.0)
+    rows = dout.load([q0 + m, head * d])
     dvalue = tl.dot(p.to(rows.dtype), rows, dvalue)
-    term = tl.load(row_term + at + i, mask=row < q_len, other=0.0)
+    term = tl.load(row_term + at + row, mask=row < q_len, other=0.0)
     dscore = p * (tl.dot(values, tl.trans(rows)) - term[None, :])
     return tl.dot(dscore.to(queries.dtype), queries, dkey), dvalue
 
 
 @triton.jit(do_not_specialize=["N", "window"])
 def _backward_keys(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    row_term,
-    dk,
-    dv,
-    starts_q,
-    starts_k,
-    N,
-    scale,
-    q_stride,
-    k_stride,
-    v_stride,
-    window,
-    Q: tl.constexpr,
-    G: tl.constexpr,
-    d: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
+    q, k, v, dout, lse, row_term, dk, dv, k_stride, v_stride, starts_q, starts_k, N, scale, q_stride, window,
+    Q: tl.constexpr, G: tl.constexpr, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-):
+):  # fmt: skip
     q0, q_len, k0, k_len = _document(starts_q, starts_k)
     kv, n = tl.program_id(0), tl.program_id(2) * BN
     if n >= k_len:
         return
-    key, c = n + tl.arange(0, BN), tl.arange(0, BD)
-    inside = (key < k_len)[:, None] & (c < d)[None, :]
-    keys = tl.load(k + (k0 + key)[:, None] * k_stride + kv * d + c[None, :], mask=inside, other=0.0)
-    values = tl.load(v + (k0 + key)[:, None] * v_stride + kv * d + c[None, :], mask=inside, other=0.0)
+    keys = _tile(k + kv * d, k0 + n, k_len - n, k_stride, BN, d, BD)
+    values = _tile(v + kv * d, k0 + n, k_len - n, v_stride, BN, d, BD)
     dkey, dvalue = tl.zeros([BN, BD], dtype=tl.float32), tl.zeros([BN, BD], dtype=tl.float32)
-    behind = k_len - q_len
+    behind, factor = k_len - q_len, scale * LOG2E
     begin = tl.maximum(0, n - behind) // BM * BM  # the first row that sees a key of the tile
     end = q_len
     if HAS_WINDOW:
         end = tl.minimum(q_len, n + BN + window - behind)
     tiles = tl.maximum(0, tl.cdiv(end - begin, BM))
     for i in range(G * tiles):  # one loop over query heads and rows, so that its pipeline never drains between heads
-        head, m = kv * G + i // tiles, begin + i % tiles * BM
         dkey, dvalue = _keys_tile(
-            keys,
-            values,
-            dkey,
-            dvalue,
-            q,
-            dout,
-            lse,
-            row_term,
-            head,
-            m,
-            q0,
-            q_len,
-            behind,
-            key,
-            N,
-            scale,
-            q_stride,
-            window,
-            Q,
-            d,
-            HAS_WINDOW,
-            BM,
-            BD,
-        )
-    offset = ((k0 + key)[:, None] * (Q // G) + kv) * d + c[None, :]
-    tl.store(dk + offset, (dkey * scale).to(dk.dtype.element_ty), mask=inside)
-    tl.store(dv + offset, dvalue.to(dv.dtype.element_ty), mask=inside)
+            keys, values, dkey, dvalue, q, dout, lse, row_term, kv * G + i // tiles, begin + i % tiles * BM, n, q0,
+            q_len, behind, N, factor, window, d, HAS_WINDOW, BM, BN,
+        )  # fmt: skip
+    _store_tile(dk + kv * d, dkey * scale, k0 + n, k_len - n, Q // G * d, BN, d, BD)
+    _store_tile(dv + kv * d, dvalue, k0 + n, k_len - n, Q // G * d, BN, d, BD)
 
 
 @triton.jit
 def _queries_tile(
-    tile,
-    dtile,
-    dquery,
-    log_mass,
-    term,
-    key_at,
-    value_at,
-    n,
-    k_len,
-    own,
-    scale,
-    k_stride,
-    v_stride,
-    window,
-    d: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-):
-    i, c = tl.arange(0, BN), tl.arange(0, BD)
-    key = n + i
-    inside = (key < k_len)[:, None] & (c < d)[None, :]
-    keys = tl.load(key_at + n * k_stride.to(tl.int64) + i[:, None] * k_stride + c[None, :], mask=inside, other=0.0)
-    p = tl.exp2(tl.dot(tile, tl.trans(keys)) * (scale * LOG2E) - log_mass[:, None])
+    tile, dtile, dquery, log_mass, term, k, v, first, at, n, own, factor, window, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    keys = k.load([first + n, at])
+    p = tl.exp2(tl.dot(tile, tl.trans(keys)) * factor - log_mass[:, None])
     if MASKED:
-        p = tl.where(_seen(own[:, None], key[None, :], window, HAS_WINDOW), p, 0.0)
-    values = tl.load(value_at + n * v_stride.to(tl.int64) + i[:, None] * v_stride + c[None, :], mask=inside, other=0.0)
-    dscore = p * (tl.dot(dtile, tl.trans(values)) - term[:, None])
+        p = tl.where(_seen(own[:, None], (n + tl.arange(0, BN))[None, :], window, HAS_WINDOW), p, 0.0)
+    dscore = p * (tl.dot(dtile, tl.trans(v.load([first + n, at]))) - term[:, None])
     return tl.dot(dscore.to(keys.dtype), keys, dquery)
 
 
 @triton.jit(do_not_specialize=["N", "window"])
 def _backward_queries(
-    q,
-    k,
-    v,
-    dout,
-    lse,
-    row_term,
-    dq,
-    starts_q,
-    starts_k,
-    N,
-    scale,
-    q_stride,
-    k_stride,
-    v_stride,
-    window,
-    Q: tl.constexpr,
-    G: tl.constexpr,
-    d: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
+    q, k, v, dout, lse, row_term, dq, starts_q, starts_k, N, scale, q_stride, window, Q: tl.constexpr, G: tl.constexpr,
+    d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     q0, q_len, k0, k_len = _document(starts_q, starts_k)
     head, m = tl.program_id(0), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     if m >= q_len:
         return
-    row, c = m + tl.arange(0, BM), tl.arange(0, BD)
-    inside = (row < q_len)[:, None] & (c < d)[None, :]
-    offset = ((q0 + row)[:, None] * Q + head) * d + c[None, :]
-    tile = tl.load(q + (q0 + row)[:, None] * q_stride + head * d + c[None, :], mask=inside, other=0.0)
-    dtile = tl.load(dout + offset, mask=inside, other=0.0)
-    at = head.to(tl.int64) * N + q0 + row
-    log_mass = tl.load(lse + at, mask=row < q_len, other=float("inf")) * LOG2E
-    term = tl.load(row_term + at, mask=row < q_len, other=0.0)
-    key_at, value_at = k + k0 * k_stride + head // G * d, v + k0 * v_stride + head // G * d
-    behind = k_len - q_len
-    own = row + behind
-    begin, all_seen = 0, (m + behind + 1) // BN * BN
-    if HAS_WINDOW:
-        begin = tl.maximum(0, m + behind - window + 1) // BN * BN
-        all_seen = begin
+    row = m + tl.arange(0, BM)
+    tile = _tile(q + head * d, q0 + m, q_len - m, q_stride, BM, d, BD)
+    dtile = _tile(dout + head * d, q0 + m, q_len - m, Q * d, BM, d, BD)
+    stats = head.to(tl.int64) * N + q0 + row
+    log_mass = tl.load(lse + stats, mask=row < q_len, other=float("inf")) * LOG2E
+    term = tl.load(row_term + stats, mask=row < q_len, other=0.0)
+    own = row + k_len - q_len
+    begin, all_seen, end = _key_range(m, q_len, k_len, window, BM, BN, HAS_WINDOW)
+    at, factor = head // G * d, scale * LOG2E
     dquery = tl.zeros([BM, BD], dtype=tl.float32)
     for n in range(begin, all_seen, BN):
         dquery = _queries_tile(
-            tile,
-            dtile,
-            dquery,
-            log_mass,
-            term,
-            key_at,
-            value_at,
-            n,
-            k_len,
-            own,
-            scale,
-            k_stride,
-            v_stride,
-            window,
-            d,
-            False,
-            HAS_WINDOW,
-            BN,
-            BD,
-        )
-    for n in range(all_seen, tl.minimum(k_len, m + BM + behind), BN):
+            tile, dtile, dquery, log_mass, term, k, v, k0, at, n, own, factor, window, False, HAS_WINDOW, BN
+        )  # fmt: skip
+    for n in range(all_seen, end, BN):
         dquery = _queries_tile(
-            tile,
-            dtile,
-            dquery,
-            log_mass,
-            term,
-            key_at,
-            value_at,
-            n,
-            k_len,
-            own,
-            scale,
-            k_stride,
-            v_stride,
-            window,
-            d,
-            True,
-            HAS_WINDOW,
-            BN,
-            BD,
-        )
-    tl.store(dq + offset, (dquery * scale).to(dq.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _row_terms(dout, out, terms, N, Q, d, HEADS: tl.constexpr, BD: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    head, c = tl.arange(0, HEADS), tl.arange(0, BD)
-    inside = (head < Q)[:, None] & (c < d)[None, :]
-    offset = (row * Q + head[:, None]) * d + c[None, :]
-    product = tl.load(dout + offset, mask=inside, other=0.0).to(tl.float32) * tl.load(
-        out + offset, mask=inside, other=0.0
-    ).to(tl.float32)
-    tl.store(terms + head.to(tl.int64) * N + row, tl.sum(product, axis=1), mask=head < Q)
-
-
-@triton.jit(do_not_specialize=["num_keys", "N"])
-def _merge_forward(
-    q,
-    out,
-    lse,
-    keys,
-    values,
-    num_keys,
-    N,
-    scale,
-    q_stride,
-    k_stride,
-    Q,
-    G,
-    d,
-    MAX_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, c = tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    head = kv * G + g
-    inside = (g < G)[:, None] & (c < d)[None, :]
-    query = tl.load(q + row * q_stride + head[:, None] * d + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    out_at = out + (row * Q + head[:, None]) * d + c[None, :]
-    lse_at = lse + head.to(tl.int64) * N + row
-    merged = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(lse_at, mask=g < G, other=0.0)
-    for j in tl.static_range(MAX_KEYS):
-        if j < num_keys:
-            key = tl.load(keys[j] + row * k_stride + kv * d + c, mask=c < d, other=0.0).to(tl.float32)
-            value = tl.load(values[j] + row * k_stride + kv * d + c, mask=c < d, other=0.0).to(tl.float32)
-            score = tl.sum(query * key[None, :], axis=1) * scale
-            top = tl.maximum(total, score)
-            more = top + tl.log(tl.exp(total - top) + tl.exp(score - top))
-            merged = merged * tl.exp(total - more)[:, None] + tl.exp(score - more)[:, None] * value[None, :]
-            total = more
-    tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse_at, total, mask=g < G)
-
-
-@triton.jit(do_not_specialize=["num_keys", "N"])
-def _merge_backward(
-    q,
-    lse,
-    row_term,
-    dout,
-    dq,
-    keys,
-    values,
-    dkeys,
-    dvalues,
-    num_keys,
-    N,
-    scale,
-    q_stride,
-    k_stride,
-    Q,
-    G,
-    d,
-    MAX_KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row, kv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, c = tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    head = kv * G + g
-    inside = (g < G)[:, None] & (c < d)[None, :]
-    offset = (row * Q + head[:, None]) * d + c[None, :]
-    query = tl.load(q + row * q_stride + head[:, None] * d + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    dmerged = tl.load(dout + offset, mask=inside, other=0.0).to(tl.float32)
-    at = head.to(tl.int64) * N + row
-    term = tl.load(row_term + at, mask=g < G, other=0.0)
-    total = tl.load(lse + at, mask=g < G, other=float("inf"))  # probability 0 outside the group
-    dquery = tl.load(dq + offset, mask=inside, other=0.0).to(tl.float32)
-    kv_offset = (row * (Q // G) + kv) * d + c
-    for j in tl.static_range(MAX_KEYS):
-        if j < num_keys:
-            key = tl.load(keys[j] + row * k_stride + kv * d + c, mask=c < d, other=0.0).to(tl.float32)
-            value = tl.load(values[j] + row * k_stride + kv * d + c, mask=c < d, other=0.0).to(tl.float32)
-            p = tl.exp(tl.sum(query * key[None, :], axis=1) * scale - total)
-            dscore = p * (tl.sum(dmerged * value[None, :], axis=1) - term) * scale
-            dquery += dscore[:, None] * key[None, :]
-            dkey = tl.sum(dscore[:, None] * query, axis=0)
-            dvalue = tl.sum(p[:, None] * dmerged, axis=0)
-            tl.store(dkeys[j] + kv_offset, dkey.to(dout.dtype.element_ty), mask=c < d)
-            tl.store(dvalues[j] + kv_offset, dvalue.to(dout.dtype.element_ty), mask=c < d)
-    tl.store(dq + offset, dquery.to(dq.dtype.element_ty), mask=inside)
+            tile, dtile, dquery, log_mass, term, k, v, k0, at, n, own, factor, window, True, HAS_WINDOW, BN
+        )  # fmt: skip
+    _store_tile(dq + head * d, dquery * scale, q0 + m, q_len - m, Q * d, BM, d, BD)

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+_SOON = 1 << 62  # a sequence number above that of any node
+
 
 class GradientSum:
     """Sums dy^T x over the uses of one cast weight, in float32."""
@@ -81,6 +83,10 @@ def cast_columns(
     buffer = torch.empty(rows, columns, dtype=weights[0].dtype, device=weights[0].device)
     sums = [GradientSum(part) for part in buffer.split(list(widths), dim=1)]
     matrices = _Cast.apply(buffer, sums, dtype, tuple(widths), scale, norm, *weights)
+    # Autograd runs the newest ready node first, and this one is older than all uses: without a higher number all
+    # weights would get their gradients at the very end, and DDP could not reduce the first while it computes the last.
+    if matrices[0].grad_fn is not None:
+        matrices[0].grad_fn._set_sequence_nr(_SOON)
     return [CastWeight(m, s) for m, s in zip(matrices, sums, strict=True)]
 
 

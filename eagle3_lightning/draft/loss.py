@@ -69,7 +69,7 @@ def teach(
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     if fused(logits):
-        from eagle3_lightning.draft.kernels import teacher_statistics
+        from eagle3_lightning.draft.kl import teacher_statistics
 
         return Teacher(logits, *teacher_statistics(logits))
     lse = torch.empty(logits.shape[0], dtype=_wide(logits.dtype), device=logits.device)
@@ -133,7 +133,13 @@ class _HeadKL(torch.autograd.Function):
         (dstates,) = ctx.saved_tensors
         if ctx.gradients is not None:
             ctx.gradients.finish().mul_(dloss)
-        return dstates * dloss.to(dstates.dtype), None, None, None, None, None, None
+        if fused(dstates):  # several times faster than a product with a scalar on the device
+            from eagle3_lightning.draft.kernels import scale_columns
+
+            scale_columns(dstates, dloss.float().expand(dstates.shape[1]).contiguous(), dstates)
+        else:
+            dstates = dstates * dloss.to(dstates.dtype)
+        return dstates, None, None, None, None, None, None
 
 
 def _chunk_kl(
@@ -151,7 +157,7 @@ def _chunk_kl_cuda(
     logits: Tensor, teacher: Teacher, teacher_of_row: Tensor, weight: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     """The same in one kernel; the gradient takes the place of the logits."""
-    from eagle3_lightning.draft.kernels import kl_rows
+    from eagle3_lightning.draft.kl import kl_rows
 
     kl = kl_rows(logits, teacher.logits, teacher.lse, teacher.negentropy, teacher_of_row, weight, wanted)
     return kl, logits

@@ -197,9 +197,9 @@ class Unroll:
         self._cast()
         tokens = draft.embed_tokens.weight[batch.ids[: plan.num_slots]].to(dtype)
         self._projected_tokens = linear(unweighted_norm(tokens, self.eps), self._qkv_tokens)
-        window = draft.config.sliding_window
-        self._rows_attend = make_backend(attention, plan.row_spans(), self.scale, window, tokens)
-        self._slots_attend = make_backend(attention, plan.slot_spans(), self.scale, window, tokens)
+        window, head_dim = draft.config.sliding_window, draft.config.head_dim
+        self._rows_attend = make_backend(attention, plan.row_spans(), self.scale, window, head_dim, tokens)
+        self._slots_attend = make_backend(attention, plan.slot_spans(), self.scale, window, head_dim, tokens)
         cos, sin = draft.rope.tables(plan.longest + plan.num_steps, tokens)
         self._row_tables = [(cos[plan.positions + k], sin[plan.positions + k]) for k in range(plan.num_steps)]
         slot_positions = batch.pos[: plan.num_slots]

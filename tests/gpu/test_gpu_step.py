@@ -174,9 +174,10 @@ def trainer(path: Path, **options: object) -> L.Trainer:
 
 
 def count_compiled() -> int:
-    from eagle3_lightning.draft import flash, kernels
+    from eagle3_lightning.draft import adamw, flash, kernels, kl, same_slot
 
-    functions = [f for m in (flash, kernels) for f in vars(m).values() if hasattr(f, "device_caches")]
+    modules = (adamw, flash, kernels, kl, same_slot)
+    functions = [f for m in modules for f in vars(m).values() if hasattr(f, "device_caches")]
     return sum(len(cache[0]) for f in functions for cache in f.device_caches.values())
 
 

@@ -24,6 +24,20 @@ def flash() -> ModuleType:
     return flash
 
 
+@pytest.fixture(scope="module")
+def kl_kernels() -> ModuleType:
+    from eagle3_lightning.draft import kl
+
+    return kl
+
+
+@pytest.fixture(scope="module")
+def same_slot() -> ModuleType:
+    from eagle3_lightning.draft import same_slot
+
+    return same_slot
+
+
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -96,7 +110,7 @@ def test_rope_and_added_rows(kernels: ModuleType, partial: float, indexed: bool 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(6, 2), (4, 4)])
 @pytest.mark.parametrize("num_keys", [1, 3])
-def test_merge(flash: ModuleType, q_heads: int, kv_heads: int, num_keys: int) -> None:
+def test_merge(same_slot: ModuleType, q_heads: int, kv_heads: int, num_keys: int) -> None:
     n, d, scale = 4, 12, 0.3
     fused_qkv = normal(n, q_heads + 2 * kv_heads, d)  # queries are a strided view, as rope_forward leaves them
     q, out, lse = fused_qkv[:, :q_heads], normal(n, q_heads, d, seed=1), normal(q_heads, n, seed=2)
@@ -106,13 +120,13 @@ def test_merge(flash: ModuleType, q_heads: int, kv_heads: int, num_keys: int) ->
     ]
     keys, values = [p[1] for p in pairs], [p[2] for p in pairs]
     wanted = attention._merge(scale, q, out, lse, keys, values)
-    got = flash.merge_forward(scale, q, out.clone(), lse.clone(), keys, values)
+    got = same_slot.merge_forward(scale, q, out.clone(), lse.clone(), keys, values)
     close(got[0], wanted[0])
     close(got[1], wanted[1])
     dout, dq = normal(n, q_heads, d, seed=9), normal(n, q_heads, d, seed=10)
     terms = normal(q_heads, n, seed=11)
     wanted_b = attention._merge_backward(scale, q, wanted[1], terms, dout, dq, keys, values)
-    got_b = flash.merge_backward(scale, q, wanted[1], terms, dout, dq.clone(), keys, values)
+    got_b = same_slot.merge_backward(scale, q, wanted[1], terms, dout, dq.clone(), keys, values)
     close(got_b[0], wanted_b[0])
     for mine, theirs in zip([*got_b[1], *got_b[2]], [*wanted_b[1], *wanted_b[2]], strict=True):
         close(mine, theirs)
@@ -133,24 +147,55 @@ def test_columns(kernels: ModuleType) -> None:
     close(gradient, scaled)
 
 
-def test_kl(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_VOCAB_BLOCK", 16)
+def test_kl(kl_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kl_kernels, "_VOCAB_BLOCK", 16)
     last, head = normal(4, 8), normal(37, 8, seed=1)
     teacher = teach(last, head)
-    lse, negentropy = kernels.teacher_statistics(teacher.logits)
+    lse, negentropy = kl_kernels.teacher_statistics(teacher.logits)
     close(lse, teacher.lse)
     close(negentropy, teacher.negentropy)
     logits, rows, weight = normal(6, 37, seed=2) * 3, torch.tensor([0, 3, 1, 1, 2, 0]), normal(6, seed=3).abs()
     kl, gradient = _chunk_kl(logits.clone(), Teacher(teacher.logits, lse, negentropy), rows, weight, True)
     mine = logits.clone()
-    close(kernels.kl_rows(mine, teacher.logits, lse, negentropy, rows, weight, True), kl)
+    close(kl_kernels.kl_rows(mine, teacher.logits, lse, negentropy, rows, weight, True), kl)
     close(mine, gradient)
+
+
+def test_adamw() -> None:
+    from eagle3_lightning.draft.adamw import CudaAdamW
+
+    def run(kind: type[torch.optim.AdamW], skipped: bool) -> list[torch.Tensor]:
+        params = [torch.nn.Parameter(normal(70, 40)), torch.nn.Parameter(normal(3, seed=1))]
+        optimizer = kind(
+            [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        for i in range(4):
+            for p in params:
+                p.grad = normal(*p.shape, seed=2 + i)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skipped and i == 2))
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        states = [optimizer.state[p] for p in params]
+        return [*(p.detach() for p in params), *(s[name] for s in states for name in ("step", "exp_avg", "exp_avg_sq"))]
+
+    for skipped in (False, True):
+        for mine, theirs in zip(run(CudaAdamW, skipped), run(torch.optim.AdamW, skipped), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(4, 2, 16), (2, 2, 24)])
 def test_flash(
-    flash: ModuleType, monkeypatch: pytest.MonkeyPatch, window: int | None, q_heads: int, kv_heads: int, d: int
+    flash: ModuleType,
+    same_slot: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    q_heads: int,
+    kv_heads: int,
+    d: int,
 ) -> None:
     from draft_reference import make_batch, make_config
 
@@ -170,7 +215,7 @@ def test_flash(
     close(got[1], wanted[1])
     dout = normal(num_rows, q_heads, d, seed=3)
     lse, out = wanted[1] + 0.7, wanted[0] * 0.5  # of a softmax over more than these keys
-    terms = flash.row_terms(dout, out)
+    terms = same_slot.row_terms(dout, out)
     close(terms, (dout * out).sum(-1).t())
     for mine, theirs in zip(
         flash.flash_backward(dout, q, k, v, lse, terms, spans, 0.3, window or 0),
