@@ -59,7 +59,7 @@ h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 10px}p,.soft{co
 .card b{display:block;font-size:19px;overflow-wrap:anywhere}.card span{color:var(--soft);font-size:13px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:16px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px}
-figcaption{font-weight:600;margin-bottom:6px}svg{width:100%;height:auto}
+figcaption{font-weight:600;margin-bottom:6px}svg{width:100%;height:auto;overflow:visible}
 .grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:11px}.curve{fill:none;stroke-width:2;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 14px;font-size:13px;color:var(--soft)}
 .key{display:inline-block;width:14px;height:3px;vertical-align:middle;margin-right:6px}

@@ -54,7 +54,7 @@ class ChatTokenizer:
             raise ConfigError(
                 "target.path",
                 target.name,
-                f"its tokenizer cannot be loaded ({type(error).__name__}: {error})",
+                f"its tokenizer cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})",
                 "Put tokenizer.json and tokenizer_config.json beside the weights.",
             ) from error
         self._target, self._template_kwargs = target, template_kwargs

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,8 +39,18 @@ def main(argv: Sequence[str]) -> int:
         print(as_text(report))
     sys.stdout.flush()  # the figures are out before anything can go wrong with the file
     if summary is not None:
-        update_summary(summary, served_figures(report))
+        whole = update_summary(summary, served_figures(report))
+        if not as_json:
+            print(against_simulation(whole))
     return 0 if report.lossless else NOT_LOSSLESS
+
+
+def against_simulation(summary: dict[str, Any]) -> str:
+    """The served acceptance length beside the one that the fit's last validation simulated, if there was one."""
+    tau, served = summary.get("simulated_tau"), summary["served_acceptance_length"]
+    if not isinstance(tau, float):
+        return "simulated tau: none (the fit ended without a validation)"
+    return f"simulated tau: {tau:.3f} on the held-out set, {tau / served - 1:+.1%} over the served {served:.3f}"
 
 
 def _parser() -> StrictParser:

@@ -8,6 +8,7 @@ import toy_target
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions, TargetOptions
 from eagle3_lightning.serve.bench import BenchOptions
+from eagle3_lightning.serve.command import against_simulation
 from eagle3_lightning.serve.engine_args import engine_arguments
 from eagle3_lightning.serve.messages import Difference, Pass
 from eagle3_lightning.serve.prompts import render_prompts
@@ -134,3 +135,9 @@ def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
 def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-prompts = "):
         BenchOptions(tmp_path, tmp_path / "p", max_prompts=0)
+
+
+def test_the_table_ends_with_the_simulated_length_beside_the_served() -> None:
+    line = against_simulation({"simulated_tau": 1.53, "served_acceptance_length": 1.5})
+    assert line == "simulated tau: 1.530 on the held-out set, +2.0% over the served 1.500"
+    assert "without a validation" in against_simulation({"simulated_tau": None, "served_acceptance_length": 1.5})

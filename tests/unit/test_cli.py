@@ -238,3 +238,12 @@ def test_other_commands_refuse_too(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_missing_tokenizer_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (config.parent / "target").glob("tokenizer*"):
+        file.unlink()
+    assert main(["fit", "--config", str(config)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eagle3 fit: ")]
+    assert "its tokenizer cannot be loaded" in line
+    assert line.endswith("Put tokenizer.json and tokenizer_config.json beside the weights.")
