@@ -50,6 +50,7 @@ class RowWriter:
             max_requests: first guess; the table grows.
         """
         self._arena = arena
+        arena.counters.zero_()  # those of a producer that died are the hub's to remember
         self._slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_requests))
         self._serials = np.zeros(max_requests, np.int64)

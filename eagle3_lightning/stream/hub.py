@@ -89,6 +89,7 @@ class Hub:
         self._starved_since: float | None = None
         self._starved_s = 0.0
         self._restarts = 0
+        self._made = self._made_before = Stats()  # all producers of the run; those before this one
         self._last_words: str | None = None
         self._closing = False
         self._posted: deque[Callable[[], None]] = deque()
@@ -191,6 +192,7 @@ class Hub:
 
     def _add_producer(self, channel: Channel, restarts: int) -> None:
         self._producer, self._restarts, self._last_words = channel, restarts, None
+        self._made_before = self._made
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, None))
 
     def _read(self, channel: Channel, rank: int | None) -> None:
@@ -249,19 +251,25 @@ class Hub:
                     self._resubmit(submit)
                 self._admit()
             case Stats():
-                self._broadcast(msgspec.structs.replace(message, **self._own_counters()))
+                self._made = self._summed(message)
+                self._broadcast(self._made)
             case Failed(error=error):
                 self._last_words = error
             case _:
                 raise TypeError(f"the producer sent {message}")
 
-    def _own_counters(self) -> dict[str, float]:
+    def _summed(self, now: Stats) -> Stats:
+        """A producer's counters with those of the dead ones before it and the hub's own."""
         waiting_s = time.monotonic() - self._starved_since if self._starved_since is not None else 0.0
-        return {
-            "starved_s": self._starved_s + waiting_s,
-            "free_blocks": self._pool.num_free,
-            "restarts": self._restarts,
-        }
+        return Stats(
+            prefill_tokens=self._made_before.prefill_tokens + now.prefill_tokens,
+            decode_tokens=self._made_before.decode_tokens + now.decode_tokens,
+            busy_s=self._made_before.busy_s + now.busy_s,
+            running=now.running,
+            starved_s=self._starved_s + waiting_s,
+            free_blocks=self._pool.num_free,
+            restarts=self._restarts,
+        )
 
     def _admit(self) -> None:
         """Reserve blocks for the requests in line, in order, as far as they go."""

@@ -163,7 +163,9 @@ class Stored(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Producer to the hub to every rank, about once a second: counters since the engine's start.
+    """Producer to the hub to every rank, about once a second: counters since the producer's start.
+
+    The hub adds those of the producers before it, so that the ranks see the counters of the whole run.
 
     Attributes:
         prefill_tokens: prompt tokens run.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from jsonargparse import Namespace
@@ -21,7 +22,7 @@ from eagle3_lightning.loggers import WANDB, WANDB_ID_FILE, complete_logger
 from eagle3_lightning.provenance import versions
 from eagle3_lightning.serve.messages import Pass
 from eagle3_lightning.serve.results import BenchReport, draft_figures
-from eagle3_lightning.stream.messages import Stats
+from eagle3_lightning.stream.messages import DropReason, Stats
 from eagle3_lightning.stream.queue import QueueStats
 
 ROOT = Path(__file__).parents[2]
@@ -61,18 +62,21 @@ def test_counters_of_a_restarted_producer_are_not_negative() -> None:
 
 
 def test_a_run_is_summed_up() -> None:
-    found = totals(make_stats(1000, 10.0, 1.0), elapsed_s=4.0)
+    found = totals(make_stats(1000, 10.0, 1.0), 4.0, [(100, 2**20), (300, 3 * 2**20)])
     assert (found["samples_taken"], found["samples_dropped"], found["samples_cut"]) == (20, {"too_long": 2}, 5)
     assert (found["producer_restarts"], found["trainer_wait_s"], found["trainer_wait_share"]) == (0, 1.0, 0.25)
     assert totals_line(found) == (
         "20 samples taken, 2 dropped (too_long 2), 5 cut by the length limit; 0 restarts of vLLM; the trainer waited "
-        "1.0 s (25.0%) for data, vLLM 2.5 s for room in the queue"
+        "1.0 s (25.0%) for data, vLLM 2.5 s for room in the queue; vLLM ran 100 prompt and made 1,000 answer tokens, "
+        "10 and 100 a second of its work; 200 tokens (2.0 MiB) were queued on average"
     )
 
 
 def test_every_logged_metric_is_described() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     described = set(re.findall(r"`([a-z_/]+)`", text))
+    assert "`queue/dropped_REASON`" in text
+    described |= {f"queue/dropped_{reason}" for reason in get_args(DropReason) if reason in described}
     logged = set(rates(make_stats(0, 0.0, 0.0), make_stats(0, 0.0, 0.0), 1.0)) | {"perf/tokens_per_s"}
     logged |= {name.removeprefix("serve/") for name in serve_metrics(make_report().figures[0], make_report())}
     logged |= set(DraftMetrics(3).compute())

@@ -231,6 +231,31 @@ def test_a_new_producer_gets_what_the_dead_one_owed():
         assert b.queues[0].stats().restarts == 3
 
 
+def test_counters_are_those_of_all_producers():
+    def made():
+        producer = b.queues[0].stats().producer
+        return producer.prefill_tokens + producer.decode_tokens
+
+    def wait_for(num_tokens):
+        deadline_s = time.monotonic() + 10
+        while made() < num_tokens and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert made() == num_tokens
+
+    with bench(num_blocks=32) as b:
+        lost = threading.Event()
+        b.hub.on_producer_lost = lambda reason: lost.set()
+        b.start_producer()
+        b.queues[0].feed("train", (request(i) for i in range(10)))
+        num_tokens = sum(item.num_rows for item in take_all(b.queues[0]))
+        wait_for(num_tokens)
+        b.kill_producer()
+        assert lost.wait(10)
+        b.start_producer(restarts=1)
+        b.queues[0].feed("val", (request(i, stream="val") for i in range(10)))
+        wait_for(num_tokens + sum(item.num_rows for item in take_all(b.queues[0], "val")))
+
+
 def test_every_rank_gets_every_sample_and_blocks_are_free_when_all_have_let_go(tmp_path):
     with bench(num_blocks=12, world_size=3, tmp_path=tmp_path) as b:
         b.start_producer()
