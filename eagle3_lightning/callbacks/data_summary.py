@@ -98,7 +98,7 @@ def totals_line(figures: dict[str, Any]) -> str:
         f"{figures['trainer_wait_s']:.1f} s ({figures['trainer_wait_share']:.1%}) for data, vLLM "
         f"{figures['producer_starved_s']:.1f} s for room in the queue; vLLM ran {figures['producer_prefill_tokens']:,} "
         f"prompt and made {figures['producer_decode_tokens']:,} answer tokens, "
-        f"{figures['producer_prefill_tokens_per_s']:,.0f} and {figures['producer_decode_tokens_per_s']:,.0f} a second of "
-        f"its work; {figures['mean_depth_tokens']:,} tokens ({figures['mean_depth_bytes'] / 2**20:,.1f} MiB) were "
+        f"{figures['producer_prefill_tokens_per_s']:,.0f} and {figures['producer_decode_tokens_per_s']:,.0f} a second "
+        f"of its work; {figures['mean_depth_tokens']:,} tokens ({figures['mean_depth_bytes'] / 2**20:,.1f} MiB) were "
         "queued on average"
     )
