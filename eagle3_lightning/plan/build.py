@@ -1,5 +1,6 @@
 """A run's plan: the options of `eagle3 fit` in, sizes, verdicts and estimates out. Nothing is started or loaded."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,6 +244,8 @@ def _gpus(run: Run, options: PlanOptions, engine: Budget, cache: Cache, trainer:
         detail=f"{cache.token_bytes / 1024:,.1f} KiB a token",
     )  # fmt: skip
     vllm = Budget(engine.name, engine.num_bytes, (*engine.items, kv), engine.remedies)
+    if 0 in run.trainer_gpus:
+        run.notes.append(_utilization(engine.used_bytes + least_kv, sum(item.num_bytes for item in trainer), memory))
     remedies = (
         f"lower data.batch.pack_tokens ({run.batch.pack_tokens})",
         *(() if run.loss.checkpoint_steps else ("set model.loss.checkpoint_steps to true",)),
@@ -259,6 +262,15 @@ def _gpus(run: Run, options: PlanOptions, engine: Budget, cache: Cache, trainer:
         name = f"GPU {numbers[0]}" if len(numbers) == 1 else f"GPUs {', '.join(map(str, numbers))}, each"
         devices.append(Device(name, memory, tuple(budgets)))
     return devices
+
+
+def _utilization(vllm: float, trainer: float, memory: float) -> str:
+    """Between which values vLLM's share of a GPU may lie that the trainer is on, too."""
+    least, most = math.ceil(100 * vllm / memory) / 100, math.floor(100 * (1 - trainer / memory)) / 100
+    option = "data.engine.gpu_memory_utilization"
+    if least > most:
+        return f"no {option} lets both onto a GPU of {memory / GIB:,.1f} GiB"
+    return f"{option} may lie between {least:.2f} (one sequence of full length) and {most:.2f} (the trainer's part)"
 
 
 def _host_items(run: Run, shape: TargetShape, arena: ArenaLayout, ranks: int) -> list[Item]:
