@@ -7,7 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle3_lightning.errors import ConfigError
+
 if TYPE_CHECKING:
+    from eagle3_lightning.draft.config import DraftConfig
     from eagle3_lightning.draft.plan import UnrollPlan
 
 
@@ -62,3 +65,36 @@ class Eagle3Batch:
     def _map(self, fn) -> "Eagle3Batch":  # type: ignore[no-untyped-def]
         moved = {f.name: fn(v) for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
         return replace(self, **moved)
+
+
+def check_batch(batch: Eagle3Batch, config: "DraftConfig") -> None:
+    """Refuse a batch that does not fit the draft.
+
+    Raises:
+        ConfigError: names the field, its value and what would do.
+    """
+    num_slots = batch.ids.shape[0]
+    wanted = {
+        "features": (num_slots, config.num_aux, config.hidden_size),
+        "teacher": (num_slots, config.hidden_size),
+        "mask": (num_slots,),
+        "doc": (num_slots,),
+        "pos": (num_slots,),
+    }
+    for name, shape in wanted.items():
+        if (found := tuple(getattr(batch, name).shape)) != shape:
+            raise ConfigError(
+                f"batch.{name}",
+                found,
+                "its shape does not fit the draft and the other fields",
+                f"It should be {shape}.",
+            )
+    if batch.mask.dtype != torch.bool:
+        raise ConfigError("batch.mask", batch.mask.dtype, "a mask says yes or no", "Give torch.bool.")
+    if num_slots and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < config.vocab_size:
+        raise ConfigError(
+            "batch.ids",
+            [int(batch.ids.min()), int(batch.ids.max())],
+            f"a token id is outside the target's vocabulary of {config.vocab_size}",
+            "Check that the prompts were tokenized for this target.",
+        )

@@ -1,18 +1,18 @@
 """Eagle3Module: an EAGLE-3 draft under training."""
 
 import warnings
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from eagle3_lightning.batch import Eagle3Batch
-from eagle3_lightning.checkpoints import REMEDY, read_checkpoint, reason, record_fault
+from eagle3_lightning.batch import Eagle3Batch, check_batch
+from eagle3_lightning.checkpoints import REMEDY, record_fault
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.draft.loss import HeadOutput
 from eagle3_lightning.draft.metrics import DraftMetrics, Scores, scores
@@ -305,6 +305,10 @@ class Eagle3Module(L.LightningModule):
             d2t = choose_draft_vocab(calibration, config.draft_vocab_size, self.target_info.eos_token_ids)
             self.vocab_coverage = coverage(calibration, d2t)
             self.draft.set_vocab(d2t)
+            rank_zero_info(
+                f"the draft vocabulary of {len(d2t)} tokens holds {self.vocab_coverage:.2%} of the "
+                f"{int(calibration.response_counts.sum())} supervised tokens of the first samples"
+            )
         else:
             self.vocab_coverage = 1.0
         if config.feature_scale:
@@ -373,79 +377,6 @@ class Eagle3Module(L.LightningModule):
 def _plan(batch: Eagle3Batch) -> UnrollPlan:
     assert batch.plan is not None, "transfer_batch_to_device makes the plan"
     return batch.plan
-
-
-def check_batch(batch: Eagle3Batch, config: DraftConfig) -> None:
-    """Refuse a batch that does not fit the draft.
-
-    Raises:
-        ConfigError: names the field, its value and what would do.
-    """
-    num_slots = batch.ids.shape[0]
-    wanted = {
-        "features": (num_slots, config.num_aux, config.hidden_size),
-        "teacher": (num_slots, config.hidden_size),
-        "mask": (num_slots,),
-        "doc": (num_slots,),
-        "pos": (num_slots,),
-    }
-    for name, shape in wanted.items():
-        if (found := tuple(getattr(batch, name).shape)) != shape:
-            raise ConfigError(
-                f"batch.{name}",
-                found,
-                "its shape does not fit the draft and the other fields",
-                f"It should be {shape}.",
-            )
-    if batch.mask.dtype != torch.bool:
-        raise ConfigError("batch.mask", batch.mask.dtype, "a mask says yes or no", "Give torch.bool.")
-    if num_slots and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < config.vocab_size:
-        raise ConfigError(
-            "batch.ids",
-            [int(batch.ids.min()), int(batch.ids.max())],
-            f"a token id is outside the target's vocabulary of {config.vocab_size}",
-            "Check that the prompts were tokenized for this target.",
-        )
-
-
-def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module:
-    """A trained module on the CPU, without a Trainer, for export and analysis.
-
-    Args:
-        ckpt: a Lightning checkpoint.
-        target: where the target lies now; None takes what the checkpoint says.
-
-    Raises:
-        ConfigError: no such file, a file of another kind, or a target that is not the checkpoint's.
-    """
-    saved = read_checkpoint(ckpt)
-    try:
-        hparams, state = saved["hyper_parameters"], saved["state_dict"]
-        options = (
-            target or _from_dict(TargetOptions, hparams["target"]),
-            _from_dict(DraftOptions, hparams["draft"]),
-            _from_dict(LossOptions, hparams["loss"]),
-            _from_dict(OptimOptions, hparams["optim"]),
-        )
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = f"its options or weights are missing or odd ({reason(error)})"
-        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
-    module = Eagle3Module(*options)
-    module.on_load_checkpoint(saved)
-    try:
-        module.load_state_dict(state)
-    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
-        problem = f"its weights do not fit the draft ({reason(error)})"
-        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
-    module.load_target()
-    return module.eval()
-
-
-def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
-    known = {f.name for f in fields(cls)}
-    return cls(**{k: tuple(v) if k == "betas" else v for k, v in values.items() if k in known})
 
 
 def _difference(a: Any, b: Any) -> Any:

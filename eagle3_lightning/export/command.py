@@ -17,8 +17,8 @@ def main(argv: Sequence[str]) -> int:
         if value == "":
             raise ConfigError(option, value, "it is empty", "Name the target, or leave the option out.")
     from eagle3_lightning.export.speculators import check_place, export_draft, portable_name
-    from eagle3_lightning.module import load_module
     from eagle3_lightning.options import TargetOptions
+    from eagle3_lightning.trained import load_module
 
     check_place(arguments.out)
     module = load_module(arguments.ckpt, None if arguments.target is None else TargetOptions(arguments.target))

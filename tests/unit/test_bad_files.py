@@ -11,10 +11,11 @@ from toy_target import make_target
 from eagle3_lightning import cli
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.read import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE, read_export
-from eagle3_lightning.module import Eagle3Module, load_module
+from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
 from eagle3_lightning.prompts.files import JsonlSource, JsonSource
 from eagle3_lightning.serve.bench import BenchOptions, _Runner, check_summary, measure
+from eagle3_lightning.trained import load_module
 
 DEEP = "[" * 200_000 + "]" * 200_000
 GOOD_CONFIG = {

@@ -10,11 +10,12 @@ from draft_reference import make_batch
 from torch.utils.data import DataLoader, IterableDataset
 from toy_target import make_target
 
-from eagle3_lightning.batch import Eagle3Batch
+from eagle3_lightning.batch import Eagle3Batch, check_batch
 from eagle3_lightning.draft.vocab import Calibration, Calibrator
 from eagle3_lightning.errors import ConfigError, SampleError
-from eagle3_lightning.module import Eagle3Module, check_batch, load_module
+from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
+from eagle3_lightning.trained import load_module
 
 DOCUMENTS = [[False] * 4 + [True] * 6, [False] * 2 + [True] * 5]
 

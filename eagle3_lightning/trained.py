@@ -1,0 +1,50 @@
+"""A trained module out of a checkpoint, for export and analysis."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from eagle3_lightning.checkpoints import REMEDY, read_checkpoint, reason
+from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.module import Eagle3Module
+from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
+
+
+def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module:
+    """A trained module on the CPU, without a Trainer, for export and analysis.
+
+    Args:
+        ckpt: a Lightning checkpoint.
+        target: where the target lies now; None takes what the checkpoint says.
+
+    Raises:
+        ConfigError: no such file, a file of another kind, or a target that is not the checkpoint's.
+    """
+    saved = read_checkpoint(ckpt)
+    try:
+        hparams, state = saved["hyper_parameters"], saved["state_dict"]
+        options = (
+            target or _from_dict(TargetOptions, hparams["target"]),
+            _from_dict(DraftOptions, hparams["draft"]),
+            _from_dict(LossOptions, hparams["loss"]),
+            _from_dict(OptimOptions, hparams["optim"]),
+        )
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"its options or weights are missing or odd ({reason(error)})"
+        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
+    module = Eagle3Module(*options)
+    module.on_load_checkpoint(saved)
+    try:
+        module.load_state_dict(state)
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        problem = f"its weights do not fit the draft ({reason(error)})"
+        raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
+    module.load_target()
+    return module.eval()
+
+
+def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
+    known = {f.name for f in fields(cls)}
+    return cls(**{k: tuple(v) if k == "betas" else v for k, v in values.items() if k in known})
