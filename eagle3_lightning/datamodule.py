@@ -205,7 +205,8 @@ class HiddenStateDataModule(pl.LightningDataModule):
 
         self._start_streams()
         assert self._maker is not None
-        calibrator = Calibrator(self.info.vocab_size, len(self.layers.aux), self.info.hidden_size)
+        special_ids = self._streams["train"].chat.special_ids
+        calibrator = Calibrator(self.info.vocab_size, len(self.layers.aux), self.info.hidden_size, special_ids)
         num_rows = 0
 
         def add(sample: AnySample) -> None:

@@ -4,6 +4,7 @@ Senseless numbers and cross-field mistakes are ConfigErrors raised in `__post_in
 start.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -178,9 +179,9 @@ class SourceOptions:
 
     def __post_init__(self) -> None:
         """Refuse weights that are not positive."""
-        if self.weight is not None and not self.weight > 0:
+        if self.weight is not None and not 0 < self.weight < math.inf:
             raise ConfigError(
-                "data.prompts.train.weight", self.weight, "a share must be positive", "Leave the source out."
+                "data.prompts.train.weight", self.weight, "a share must be positive and finite", "Leave the source out."
             )
 
 

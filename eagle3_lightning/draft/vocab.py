@@ -19,25 +19,29 @@ class Calibration:
         prompt_counts: how often it stands elsewhere.
         feature_rms: root mean square of every channel of the auxiliary states, float32.
         num_tokens: tokens counted.
+        special_ids: the tokenizer's special tokens, which a draft vocabulary holds however rare they are.
     """
 
     response_counts: Int[Tensor, " V"]
     prompt_counts: Int[Tensor, " V"]
     feature_rms: Float[Tensor, "A H"]
     num_tokens: int
+    special_ids: tuple[int, ...] = ()
 
 
 class Calibrator:
     """Adds samples up to a `Calibration`."""
 
-    def __init__(self, vocab_size: int, num_aux: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, num_aux: int, hidden_size: int, special_ids: Iterable[int] = ()) -> None:
         """Start with nothing counted.
 
         Args:
             vocab_size: V of the target.
             num_aux: auxiliary layers A.
             hidden_size: H of the target.
+            special_ids: of the tokenizer.
         """
+        self._special_ids = tuple(special_ids)
         self._counts = torch.zeros(2, vocab_size, dtype=torch.long)  # prompt, response
         self._squares = torch.zeros(num_aux, hidden_size, dtype=torch.float64)
         self._num_rows = 0
@@ -86,7 +90,7 @@ class Calibrator:
             )
         rms = (self._squares / self._num_rows).sqrt().float()
         prompt, response = self._counts.clone()
-        return Calibration(response, prompt, rms, int(self._counts.sum()))
+        return Calibration(response, prompt, rms, int(self._counts.sum()), self._special_ids)
 
 
 def choose_draft_vocab(calibration: Calibration, size: int, always: Iterable[int] = ()) -> Int[Tensor, " D"]:
@@ -96,23 +100,23 @@ def choose_draft_vocab(calibration: Calibration, size: int, always: Iterable[int
     later responses covered against 94.8 %). Ties go to the smaller id, and so do places left over.
 
     Args:
-        calibration: what was counted.
+        calibration: what was counted, and the special tokens, which are in whatever their count.
         size: D, at most V.
-        always: tokens that are in whatever their count: those that end a turn.
+        always: further tokens that are in: those that end a turn.
 
     Returns:
         d2t, int64: target token of draft token i is i + d2t[i]; target tokens ascend.
 
     Raises:
-        ConfigError: more tokens asked for than the target has, or more in `always` than asked for.
+        ConfigError: more tokens asked for than the target has, or fewer than have to be in.
     """
     counts = calibration.response_counts + calibration.prompt_counts
-    forced = sorted({t for t in always if 0 <= t < len(counts)})
+    forced = sorted({t for t in (*always, *calibration.special_ids) if 0 <= t < len(counts)})
     if not len(forced) <= size <= len(counts):
         raise ConfigError(
             "model.draft.draft_vocab_size",
             size,
-            f"it must lie between {max(len(forced), 1)} (tokens that end a turn) and {len(counts)} "
+            f"it must lie between {max(len(forced), 1)} (special tokens and those that end a turn) and {len(counts)} "
             "(the target's vocabulary)",
             "Change it, or give null for the whole vocabulary.",
         )

@@ -224,7 +224,10 @@ class Extractor:
         package_root = str(Path(eagle3_lightning.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
         environment["PYTHONUNBUFFERED"] = "1"
-        if self._settings.cpu_threads is not None:  # torch's OpenMP reads it once, when the producer's imports load it
+        # OpenMP reads these once, when the producer's imports load torch. Its threads share the cores with the trainer:
+        # one that waits for the others must let go of its core.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self._settings.cpu_threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._settings.cpu_threads)
         environment["TMPDIR"] = str(self._private_dir)  # what vLLM leaves there goes with our own sockets
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,11 @@ class UserTurn:
 
 
 class ChatTokenizer:
-    """The target's tokenizer. Encodes a prompt for generation, or a whole conversation with its assistant spans."""
+    """The target's tokenizer. Encodes a prompt for generation, or a whole conversation with its assistant spans.
+
+    Attributes:
+        special_ids: ids of the special tokens, ascending.
+    """
 
     def __init__(self, target: TargetInfo, template_kwargs: dict[str, Any], trust_remote_code: bool = False) -> None:
         """Load the tokenizer from the checkpoint.
@@ -59,7 +63,7 @@ class ChatTokenizer:
             ) from error
         self._target, self._template_kwargs = target, template_kwargs
         specials = {i: str(token) for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        self._specials = sorted(set(specials.values()))
+        self._specials, self.special_ids = sorted(set(specials.values())), tuple(sorted(specials))
         # Some tokenizers do not call all of them special (DeepSeek's for its turns); some add runs of spaces.
         added = {i: str(token) for i, token in self._tokenizer.added_tokens_decoder.items()}
         self._markup = {i: token for i, token in added.items() if token.strip()}

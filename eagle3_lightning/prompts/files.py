@@ -129,9 +129,12 @@ class JsonlSource:
             return msgspec.json.decode(line)
         except (msgspec.DecodeError, RecursionError):
             try:  # the standard library takes lone surrogates, which the record's own check then names
-                return json.loads(line)
+                return json.loads(line.strip())
             except RecursionError as error:
                 raise RecordError(self._where(number), "it is nested too deeply") from error
+            except json.JSONDecodeError as error:  # its own text would call this line 1
+                problem = f"it is not JSON ({error.msg}, character {error.pos + 1})"
+                raise RecordError(self._where(number), problem) from error
             except ValueError as error:
                 raise RecordError(self._where(number), f"it is not JSON ({error})") from error
 

@@ -13,7 +13,7 @@ the prompt that is served.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,19 @@ class RecordError(ValueError):
     def __init__(self, where: str, problem: str, reason: DropReason = "bad_record") -> None:
         self.where, self.problem, self.reason = where, problem, reason
         super().__init__(f"{where}: {problem}")
+
+
+def name_faults(faults: Iterable[str]) -> str:
+    """Texts of RecordErrors in one line, those with the same problem told once."""
+    by_problem: dict[str, list[str]] = {}
+    for fault in faults:
+        where, _, problem = fault.partition(": ")
+        by_problem.setdefault(problem, []).append(where)
+    parts = []
+    for problem, (first, *others) in by_problem.items():
+        also = ", ".join(where.rpartition("/")[2] for where in others)
+        parts.append(f"{first}: {problem}" + (f" (and {also})" if also else ""))
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)

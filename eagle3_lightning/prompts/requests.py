@@ -10,7 +10,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SamplingOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.order import Permutation, SampleOrder
-from eagle3_lightning.prompts.records import Record, RecordError
+from eagle3_lightning.prompts.records import Record, RecordError, name_faults
 from eagle3_lightning.prompts.sources import AnySource
 from eagle3_lightning.prompts.spans import Spans
 from eagle3_lightning.prompts.tables import StreamSource
@@ -19,6 +19,10 @@ from eagle3_lightning.stream.messages import Dropped, DropReason, Stream, Submit
 _NUM_CHECKED = 256
 _NUM_NAMED = 5
 _MAX_SEED = 2**31
+_REMEDIES: dict[DropReason, str] = {
+    "too_long": "Raise the length that they break, or give shorter ones.",
+    "empty_mask": "Give conversations with an answer, or set data.sampling.mode to generate.",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -152,13 +156,13 @@ class RequestStream:
         dropped = [r for r in self.requests(0, num_checked) if isinstance(r, Dropped)]
         reasons: Counter[DropReason] = Counter(d.reason for d in dropped)
         summary = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        named = "; ".join(d.detail for d in dropped[:_NUM_NAMED])
+        named = name_faults(d.detail for d in dropped[:_NUM_NAMED])
         if len(dropped) == num_checked:
             raise ConfigError(
                 option,
                 self.labels,
                 f"none of the first {num_checked} samples can be used ({summary}): {named}",
-                "Repair the prompts, or raise the length that they break.",
+                _REMEDIES.get(reasons.most_common(1)[0][0], "Repair the prompts."),
             )
         if dropped:
             _log.warning(

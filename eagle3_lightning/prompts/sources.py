@@ -9,11 +9,14 @@ from typing import Protocol
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.prompts.files import MAX_NAMED_FAULTS, Faults, JsonlSource, JsonSource, Keep
-from eagle3_lightning.prompts.records import Record
+from eagle3_lightning.prompts.records import Record, name_faults
 from eagle3_lightning.prompts.tables import StreamSource, TableSource
 
 SELF = "self"
 _TABLE_SUFFIXES = (".parquet", ".arrow")
+# Of files: the name of a hub data set may have a dot in it, too (teknium/OpenHermes-2.5).
+_FILE_SUFFIXES = (*_TABLE_SUFFIXES, ".jsonl", ".json", ".ndjson", ".txt", ".csv", ".gz", ".zst", ".pt")
+_COMPRESSED = (b"\x1f", b"\x28")  # first bytes of gzip and zstd
 _log = logging.getLogger(__name__)
 
 
@@ -74,8 +77,12 @@ def open_source(options: SourceOptions, option: str, keep: Keep | None = None, s
         if not first:
             raise ConfigError(option, str(path), "the file is empty", "Give one JSON object per line, for example "
                               '{"messages": [{"role": "user", "content": "Hello"}]}.')  # fmt: skip
+        if first in _COMPRESSED:
+            raise ConfigError(option, str(path), "the file is compressed", "Unpack it: rows are read from any place.")
         return (JsonSource if first == b"[" else JsonlSource)(path, option, keep, options.fields)
-    if not path.exists() and (path.suffix or options.path.startswith(("/", ".", "~")) or options.path.count("/") > 1):
+    if not path.exists() and (
+        path.suffix in _FILE_SUFFIXES or options.path.startswith(("/", ".", "~")) or options.path.count("/") > 1
+    ):
         raise ConfigError(option, options.path, "there is no such file", "Name a file of prompts, or a hub data set.")
     if path.is_dir() and not any(path.iterdir()):
         raise ConfigError(
@@ -117,7 +124,7 @@ def check_faults(sources: Sequence[AnySource], option: str, max_share: float) ->
         return
     rows = sum(len(source) for source in sized)
     faults = sum(source.faults.count for source in sized)
-    named = "; ".join([text for source in sized for text in source.faults.first][:MAX_NAMED_FAULTS])
+    named = name_faults([text for source in sized for text in source.faults.first][:MAX_NAMED_FAULTS])
     labels = ", ".join(source.label for source in sized)
     if rows == 0:
         raise ConfigError(option, labels, "it holds no samples", "Add prompts, or change data.prompts.val_fraction.")

@@ -32,6 +32,14 @@ def test_tokens_that_end_a_turn_are_always_in() -> None:
         choose_draft_vocab(cal, 5)
 
 
+def test_special_tokens_are_always_in() -> None:
+    calibrator = Calibrator(6, 1, 2, special_ids=(4, 5, 900))  # a tokenizer may know ids that the model has no row for
+    calibrator.add([0, 0, 1, 2], [(1, 4)], torch.ones(4, 1, 2))
+    assert chosen(choose_draft_vocab(calibrator.result(), 3)) == [0, 4, 5]
+    with pytest.raises(ConfigError, match="must lie between 3"):
+        choose_draft_vocab(calibrator.result(), 2, always=(3,))
+
+
 def test_coverage_is_of_responses() -> None:
     cal = calibration([6, 2, 2, 0], [0, 0, 0, 50])
     d2t = choose_draft_vocab(cal, 2)

@@ -19,7 +19,7 @@ from eagle3_lightning.options import (
 )
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.order import Permutation, SampleOrder
-from eagle3_lightning.prompts.records import RecordError, parse_record
+from eagle3_lightning.prompts.records import RecordError, name_faults, parse_record
 from eagle3_lightning.prompts.setup import open_prompts
 from eagle3_lightning.prompts.sources import open_source, split_by_hash
 from eagle3_lightning.stream.messages import Dropped, Submit
@@ -27,6 +27,12 @@ from eagle3_lightning.target import inspect_target
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}
+
+
+def test_equal_faults_are_told_once():
+    faults = ["/d/a.jsonl, line 1: no `content`", "/d/a.jsonl, line 4: not JSON: x", "/d/a.jsonl, line 7: no `content`"]
+    expected = "/d/a.jsonl, line 1: no `content` (and a.jsonl, line 7); /d/a.jsonl, line 4: not JSON: x"
+    assert name_faults(faults) == expected
 
 
 # ---- records -------------------------------------------------------------------------------------------------------

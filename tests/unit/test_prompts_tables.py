@@ -1,6 +1,8 @@
 """Parquet, saved data sets, directories, streams, and several sources mixed by weight."""
 
+import gzip
 import json
+import math
 
 import datasets
 import pytest
@@ -110,3 +112,24 @@ def test_sources_as_the_user_writes_them():
         as_sources(['{"pathh": "x"}'], "data.prompts.train")
     with pytest.raises(ConfigError, match="a share must be positive"):
         SourceOptions("a", weight=0.0)
+
+
+def test_a_hub_name_may_have_a_dot_and_a_missing_file_is_no_hub_name(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="`datasets` cannot open it"):
+        open_source(SourceOptions("nobody-here/OpenNothing-2.5"), "data.prompts.train")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        open_source(SourceOptions("data/prompts.jsonl"), "data.prompts.train")
+
+
+def test_a_compressed_file_is_called_so(tmp_path):
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb") as file:
+        file.write(b'{"prompt": "Hi"}\n')
+    with pytest.raises(ConfigError, match="the file is compressed"):
+        open_source(SourceOptions(str(tmp_path / "rows.jsonl.gz")), "data.prompts.train")
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_share_is_positive_and_finite(weight):
+    with pytest.raises(ConfigError, match="positive and finite"):
+        SourceOptions("a.jsonl", weight=weight)
