@@ -30,9 +30,14 @@ def planned(config: Any) -> Plan:
 
 
 class _PlannedTrainer(Trainer):
-    """Never made: it gives the command its name and the arguments of `fit`."""
+    """The trainer's options; none is made."""
 
-    plan = Trainer.fit
+    def plan(self, ckpt_path: str | None = None) -> None:
+        """Say whether a fit with these options fits, and how long it will take; nothing is started.
+
+        Args:
+            ckpt_path: taken as `eagle3 fit` takes it, and not read.
+        """
 
 
 class _PlanCLI(Eagle3CLI):
@@ -40,8 +45,8 @@ class _PlanCLI(Eagle3CLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """One command with the arguments of `fit`."""
-        return {"plan": Eagle3CLI.subcommands()["fit"]}
+        """One command."""
+        return {"plan": set()}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the plan's own group."""
