@@ -32,12 +32,7 @@ def planned(config: Any) -> Plan:
 class _PlannedTrainer(Trainer):
     """The trainer's options; none is made."""
 
-    def plan(self, ckpt_path: str | None = None) -> None:
-        """Say whether a fit with these options fits, and how long it will take; nothing is started.
-
-        Args:
-            ckpt_path: taken as `eagle3 fit` takes it, and not read.
-        """
+    plan = Trainer.fit
 
 
 class _PlanCLI(Eagle3CLI):
@@ -45,8 +40,13 @@ class _PlanCLI(Eagle3CLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """One command."""
-        return {"plan": set()}
+        """One command with the arguments of `fit`."""
+        return {"plan": Eagle3CLI.subcommands()["fit"]}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Describe the command, not the method that lends it its arguments."""
+        text = "Says whether a fit with these options fits, and how long it will take; nothing is started."
+        return super().init_parser(**{**kwargs, "description": text})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the plan's own group."""
