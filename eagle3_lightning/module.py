@@ -22,7 +22,7 @@ from eagle3_lightning.draft.ttt import ttt_loss
 from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.layers import plan_layers
-from eagle3_lightning.optim import StepGuard, build_optimizer, scale_gradients, schedule
+from eagle3_lightning.optim import StepGuard, build_optimizer, run_clock, scale_gradients, schedule
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
 from eagle3_lightning.target import inspect_target, load_embeddings, load_lm_head
 
@@ -261,7 +261,8 @@ class Eagle3Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW or Muon, and the schedule by optimizer step."""
         optimizer = build_optimizer(self.optim_options, self.draft)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(self.optim_options, self.trainer.max_steps))
+        factor = schedule(self.optim_options, self.trainer.max_steps, run_clock(self.trainer))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # ---- start and resume --------------------------------------------------------------------------------------------

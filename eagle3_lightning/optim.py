@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -95,26 +97,43 @@ class MuonWithAdamW(Optimizer):
             self.state.update(part.state)
 
 
-def schedule(options: OptimOptions, max_steps: int) -> Callable[[int], float]:
-    """Learning rate over its peak, by optimizer step.
+def run_clock(trainer: Trainer) -> Callable[[], float] | None:
+    """The share of `trainer.max_time` that has passed; None without one, or with several ranks, whose clocks differ."""
+    timers = [c for c in trainer.callbacks if isinstance(c, Timer) and c.time_remaining() is not None]  # type: ignore[attr-defined]
+    if not timers or trainer.world_size > 1:
+        return None
+
+    def share() -> float:
+        passed_s, left_s = timers[0].time_elapsed(), timers[0].time_remaining()
+        assert left_s is not None
+        return passed_s / max(passed_s + left_s, 1e-9)
+
+    return share
+
+
+def schedule(
+    options: OptimOptions, max_steps: int, clock: Callable[[], float] | None = None
+) -> Callable[[int], float]:
+    """Learning rate over its peak, by optimizer step, or by time where the run ends by it.
 
     Args:
         options: see `OptimOptions`.
-        max_steps: `trainer.max_steps`; -1 only with a constant schedule.
+        max_steps: `trainer.max_steps`; -1 only with a constant schedule or a clock.
+        clock: see `run_clock`; where both are given, what is further on decides.
 
     Raises:
-        ConfigError: a schedule that ends, without an end; or a warm-up as long as the run.
+        ConfigError: a schedule that ends, without an end; or a warm-up that ends behind the run.
     """
     warmup = options.warmup_steps
     if options.schedule != "constant":
-        if max_steps < 1:
+        if max_steps < 1 and clock is None:
             raise ConfigError(
                 "trainer.max_steps",
                 max_steps,
                 f"a {options.schedule} schedule needs to know when the run ends",
-                "Give --trainer.max_steps, or --model.optim.schedule constant.",
+                "Give --trainer.max_steps, on a single rank --trainer.max_time, or --model.optim.schedule constant.",
             )
-        if warmup > max_steps:
+        if 1 <= max_steps < warmup:
             raise ConfigError(
                 "model.optim.warmup_steps",
                 warmup,
@@ -127,7 +146,8 @@ def schedule(options: OptimOptions, max_steps: int) -> Callable[[int], float]:
             return (step + 1) / (warmup + 1)
         if options.schedule == "constant":
             return 1.0
-        progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
+        by_step = (step - warmup) / max(1, max_steps - warmup) if max_steps > 0 else 0.0
+        progress = min(1.0, max(by_step, clock() if clock else 0.0))
         shape = 1 - progress if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return options.final_lr_ratio + (1 - options.final_lr_ratio) * shape
 

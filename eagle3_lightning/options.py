@@ -126,7 +126,8 @@ class OptimOptions:
         weight_decay: decoupled weight decay on matrices.
         betas: AdamW's moments.
         warmup_steps: optimizer steps of linear warm-up.
-        schedule: after the warm-up, `cosine` or `linear` to `final_lr_ratio` at trainer.max_steps, or `constant`.
+        schedule: after the warm-up, `cosine` or `linear` to `final_lr_ratio` at trainer.max_steps or, on a single rank,
+            at trainer.max_time; or `constant`.
         final_lr_ratio: learning rate at the end over the peak.
     """
 

@@ -35,7 +35,7 @@ from eagle3_lightning.datamodule import HiddenStateDataModule
 from eagle3_lightning.errors import ConfigError, Eagle3Error, OptionsError
 from eagle3_lightning.loggers import complete_logger
 from eagle3_lightning.module import Eagle3Module
-from eagle3_lightning.optim import schedule
+from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 
@@ -200,7 +200,7 @@ class Eagle3CLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             check_callback(callback, self.trainer, self.model, str(self.subcommand))
         if self.subcommand == "fit":
-            schedule(self.model.optim_options, self.trainer.max_steps)
+            schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
             self.model.on_load_checkpoint(read_checkpoint(ckpt_path, "--ckpt_path"))
 

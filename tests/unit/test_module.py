@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 from draft_reference import make_batch
+from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, IterableDataset
 from toy_target import make_target
 
@@ -333,3 +334,23 @@ def test_schedules_need_an_end(target: Path, tmp_path: Path) -> None:
     module = make_module(target, optim={"schedule": "cosine"})
     with pytest.raises(ConfigError, match=r"max_steps"):
         make_trainer(tmp_path).fit(module, datamodule=Samples(module, [DOCUMENTS]))
+
+
+def test_a_schedule_may_end_by_the_clock(target: Path, tmp_path: Path) -> None:
+    """Behind 70 % of its time a linear schedule stands at 30 %, however few steps were made."""
+    module = make_module(target, optim={"schedule": "linear", "final_lr_ratio": 0.0})
+
+    class Late(L.Callback):
+        def on_train_batch_start(
+            self, trainer: L.Trainer, module: L.LightningModule, batch: object, index: int
+        ) -> None:
+            timer = next(c for c in trainer.callbacks if isinstance(c, Timer))  # type: ignore[attr-defined]
+            timer._offset = 7000.0 * index
+            self.lr = trainer.optimizers[0].param_groups[0]["lr"]
+
+    late = Late()
+    trainer = make_trainer(tmp_path, max_time={"seconds": 10000}, max_epochs=1, callbacks=[late])
+    trainer.fit(module, datamodule=Samples(module, [DOCUMENTS] * 2))
+    assert trainer.global_step == 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3e-2, rel=0.01)
+    assert late.lr == pytest.approx(1e-2, rel=0.01)
