@@ -237,7 +237,7 @@ def _start_vllm(spec: ProducerSpec, channel: Channel) -> tuple[Engine, Arena, Re
 
 
 def _shortened(error: Exception) -> str:
-    words = " ".join(f"{type(error).__name__}: {error}".split())  # vLLM's may list every model that it knows
+    words = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")  # may list every model
     return words if len(words) <= MAX_REASON_CHARACTERS else f"{words[:MAX_REASON_CHARACTERS]}…"
 
 
