@@ -14,7 +14,7 @@ class Rates:
     Attributes:
         matrix_flops: FLOP/s of a large bf16 product.
         bandwidth_bytes: memory bytes a second.
-        train_share: of `matrix_flops`, by done FLOPs: 0.72 to 0.83 in docs/training.md.
+        train_share: of `matrix_flops`, by done FLOPs: 0.71 to 0.81 in docs/training.md, 0.62 at one document of 32,768.
         prefill_share: of `matrix_flops`: 42,300 tokens/s at the 8B shape, prompts of 2,048 (one H200, vLLM 0.25.1).
         decode_step_s: what a decoding step takes beside reading and multiplying, one after the other: 20,500 tokens/s
             at the 8B shape, 256 requests of 64 + 256 tokens (likewise).
