@@ -1,8 +1,8 @@
 """JSONL and JSON files of prompts, with random access by row, in memory that does not grow with a JSONL file.
 
 A JSONL file is read once at the start: every line is decoded, so that broken ones are known by number before vLLM
-starts, and byte offsets of every n-th line are kept (n doubles when there are too many). Rows are then read from disk
-when needed.
+starts. Kept are a bit for each line and the byte offset of every n-th (n doubles when they are too many); rows are read
+from disk when needed.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.prompts.records import Record, RecordError, parse_record
 
 _MAX_OFFSETS = 65_536
+_BLOCK_BITS = 4096
 MAX_CHECKED_RECORDS = 100_000  # deeper checks than JSON cost a second per million
 MAX_NAMED_FAULTS = 5
 
@@ -61,8 +62,8 @@ class JsonlSource:
         """
         self.label, self.path = str(path), path
         self._fields = dict(fields or {})
-        self._stride, self._offsets, self._num_lines = 1, [0], 0
-        self._left_out = array("q")  # blank lines and those of the other split, ascending
+        self._stride, self._offsets = 1, [0]
+        self._kept = _Bits()  # lines that are neither blank nor of the other split
         self.faults = Faults()
         self._lock = threading.Lock()
         try:
@@ -73,7 +74,7 @@ class JsonlSource:
 
     def __len__(self) -> int:
         """Lines that are neither blank nor of the other split."""
-        return self._num_lines - len(self._left_out)
+        return self._kept.num_set
 
     def read(self, row: int) -> Record:
         """Decode one line.
@@ -81,7 +82,7 @@ class JsonlSource:
         Raises:
             RecordError: it is not JSON or not a known format.
         """
-        line_number = self._line_of(row)
+        line_number = self._kept.place(row)
         with self._lock:
             self._file.seek(self._offsets[line_number // self._stride])
             for _ in range(line_number % self._stride):
@@ -93,11 +94,6 @@ class JsonlSource:
         """Of the bytes of the lines that belong to this source."""
         return self._fingerprint
 
-    def _line_of(self, row: int) -> int:
-        """Line of a row: the row plus the left-out lines before it."""
-        # left_out[k] - k rows come before left-out line k.
-        return row + bisect_right(_Shifted(self._left_out), row)
-
     def _scan(self, keep: Keep | None) -> str:
         digest, offset, checked = hashlib.blake2b(digest_size=16), 0, 0
         for number, line in enumerate(self._file):
@@ -106,9 +102,9 @@ class JsonlSource:
                 if len(self._offsets) > _MAX_OFFSETS:
                     self._offsets, self._stride = self._offsets[::2], self._stride * 2
             offset += len(line)
-            self._num_lines = number + 1
-            if line.isspace() or (keep is not None and not keep(line)):
-                self._left_out.append(number)
+            kept = not line.isspace() and (keep is None or keep(line))
+            self._kept.append(kept)
+            if not kept:
                 continue
             digest.update(line)
             checked += 1
@@ -142,17 +138,35 @@ class JsonlSource:
         return f"{self.label}, line {number + 1}"
 
 
-class _Shifted:
-    """The view left_out[k] - k of ascending numbers, which is what `bisect` needs and nobody should copy."""
+class _Bits:
+    """A bit for each line, and how many are set before each block of them: eighteen million lines in 2.3 MB."""
 
-    def __init__(self, left_out: "array[int]") -> None:
-        self._left_out = left_out
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._before = array("q")
+        self._num = self.num_set = 0
 
-    def __len__(self) -> int:
-        return len(self._left_out)
+    def append(self, bit: bool) -> None:
+        if self._num % _BLOCK_BITS == 0:
+            self._before.append(self.num_set)
+        if self._num % 8 == 0:
+            self._bits.append(0)
+        if bit:
+            self._bits[-1] |= 1 << self._num % 8
+            self.num_set += 1
+        self._num += 1
 
-    def __getitem__(self, k: int) -> int:
-        return self._left_out[k] - k
+    def place(self, number: int) -> int:
+        """Where set bit `number` is."""
+        if not 0 <= number < self.num_set:
+            raise IndexError(number)
+        if self.num_set == self._num:
+            return number
+        block = bisect_right(self._before, number) - 1
+        left, byte = number - self._before[block], block * (_BLOCK_BITS // 8)
+        while left >= (count := self._bits[byte].bit_count()):
+            left, byte = left - count, byte + 1
+        return 8 * byte + [bit for bit in range(8) if self._bits[byte] >> bit & 1][left]
 
 
 class JsonSource:

@@ -11,6 +11,7 @@ from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.prompts.files import MAX_NAMED_FAULTS, Faults, JsonlSource, JsonSource, Keep
 from eagle3_lightning.prompts.records import Record, name_faults
 from eagle3_lightning.prompts.tables import StreamSource, TableSource
+from eagle3_lightning.stream.foreign import holds_states
 
 SELF = "self"
 _TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -84,6 +85,9 @@ def open_source(options: SourceOptions, option: str, keep: Keep | None = None, s
         path.suffix in _FILE_SUFFIXES or options.path.startswith(("/", ".", "~")) or options.path.count("/") > 1
     ):
         raise ConfigError(option, options.path, "there is no such file", "Name a file of prompts, or a hub data set.")
+    if holds_states(path):
+        raise ConfigError(option, options.path, "it holds stored states and not prompts",
+                          "Train on states alone, with states to validate on, or name prompts.")  # fmt: skip
     if path.is_dir() and not any(path.iterdir()):
         raise ConfigError(
             option, options.path, "the directory is empty", "Name a directory with JSONL or Parquet files."

@@ -172,6 +172,13 @@ def test_a_store_trains_as_a_source_of_its_own(make_data, tmp_path):
         fit(other)
 
 
+def test_states_to_validate_on_stand_beside_no_prompts(make_data, tmp_path):
+    fit(make_data(), max_epochs=1)
+    prompts = PromptOptions([str(tmp_path / "train.jsonl")], [str(tmp_path / "cache")])
+    with pytest.raises(ConfigError, match="it holds stored states and not prompts"):
+        fit(make_data(prompts=prompts, dir=None), max_epochs=1)
+
+
 # ---- the files -----------------------------------------------------------------------------------------------------
 
 

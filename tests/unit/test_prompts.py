@@ -176,6 +176,18 @@ def test_many_rows_keep_few_offsets(tmp_path, monkeypatch):
     assert 60 < len(others) < 140
 
 
+def test_rows_of_a_split_are_the_lines_of_that_split_however_many(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"id": "{i}", "text": "row {i}"}}\n' + "\n" * (i % 7 == 0) for i in range(20_000)))
+    sides = [open_source(SourceOptions(str(file)), "o", split_by_hash(0.1, val)) for val in (False, True)]
+    names = [[source.read(row).name for row in range(len(source))] for source in sides]
+    assert all(ordered == sorted(ordered, key=int) for ordered in names)
+    assert sorted(map(int, names[0] + names[1])) == list(range(20_000))
+    assert 1_800 < len(names[1]) < 2_200
+    with pytest.raises(IndexError):
+        sides[1].read(len(sides[1]))
+
+
 def test_the_split_of_a_row_does_not_depend_on_its_neighbors(tmp_path):
     rows = [{"text": f"row {i}"} for i in range(300)]
     few, many = write_jsonl(tmp_path / "few.jsonl", rows[100:200]), write_jsonl(tmp_path / "many.jsonl", reversed(rows))
