@@ -84,7 +84,7 @@ class StoredSample:
             with safe_open(path, framework="pt") as file:
                 facts = file.metadata() or {}
                 self.token_ids: list[int] = file.get_tensor("token_ids").tolist()
-                self.num_rows, _, self.hidden_size = file.get_slice("hidden_states").get_shape()
+                self.num_rows, self.num_layers, self.hidden_size = file.get_slice("hidden_states").get_shape()
                 mask = file.get_tensor("loss_mask").bool() if "loss_mask" in file.keys() else None  # noqa: SIM118
         except (OSError, SafetensorError, ValueError) as error:
             raise SampleFileError(f"{path}: {error}") from error

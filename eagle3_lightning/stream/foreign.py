@@ -55,6 +55,7 @@ class StateSource:
         """
         self.label = options.path
         self._norm, self._dtype, self._info = norm, dtype, info
+        self._num_layers = len(plan.aux) + 1
         kind, files = _find(Path(options.path).expanduser())
         assert kind is not None
         self._kind = kind
@@ -72,18 +73,30 @@ class StateSource:
     def load(self, row: int, stream: Stream, index: int) -> "StoredSample | PtSample | Dropped":
         """One sample, or why it cannot be used."""
         path = self._files[row]
+        sample: StoredSample | PtSample
         try:
             if self._kind == "pt":
-                return PtSample(path, stream, index, self._norm)
-            sample = StoredSample(path, stream, index, self._norm, self._dtype)
-            if self._masks is not None and not sample.spans:
-                sample.spans = self._spans(path, sample)
+                sample = PtSample(path, stream, index, self._norm)
+            else:
+                sample = StoredSample(path, stream, index, self._norm, self._dtype)
+                if self._masks is not None and not sample.spans:
+                    sample.spans = self._spans(path, sample)
         except SampleFileError as error:
             return Dropped(stream, index, path.name, "bad_record", str(error))
-        if sample.hidden_size != self._info.hidden_size:
-            detail = f"{path}: its states are {sample.hidden_size} wide and the target's {self._info.hidden_size}"
-            return Dropped(stream, index, path.name, "row_mismatch", detail)
+        if problem := self._mismatch(sample):
+            return Dropped(stream, index, path.name, "row_mismatch", f"{path}: {problem}")
         return sample
+
+    def _mismatch(self, sample: "StoredSample | PtSample") -> str | None:
+        """What does not fit the target or the layers that the user named."""
+        if sample.hidden_size != self._info.hidden_size:
+            return f"its states are {sample.hidden_size} wide and the target's {self._info.hidden_size}"
+        if sample.num_layers != self._num_layers:
+            return f"it holds {sample.num_layers} layers and not {self._num_layers} (auxiliary ones and the last)"
+        largest = max(sample.token_ids, default=-1)
+        if not 0 <= largest < self._info.vocab_size:
+            return f"token id {largest} is not in the target's vocabulary of {self._info.vocab_size}"
+        return None
 
     def fingerprint(self) -> str:
         """Of the names and sizes of the files."""
@@ -127,6 +140,7 @@ class PtSample:
         data = self._load()
         self.token_ids: list[int] = data["input_ids"].flatten().tolist()
         states = data["hidden_states"]
+        self.num_layers = len(states)
         self.num_rows, self.hidden_size = states[0].shape
         self.dtype: torch.dtype = states[0].dtype
         if self.num_rows != len(self.token_ids):

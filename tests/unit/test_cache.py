@@ -239,6 +239,26 @@ def test_files_of_speculators_say_their_layers_or_are_refused(make_data, target,
             fit(make_data(NoEngine, prompts=prompts, dir=None))
 
 
+@pytest.mark.parametrize(
+    "problem", ["it holds 3 layers and not 4", "wide and the target's 8", "token id 5000 is not in"]
+)
+def test_files_that_do_not_fit_the_target_are_dropped_by_name(make_data, tmp_path, caplog, problem):
+    place = tmp_path / "old"
+    place.mkdir()
+    for i in range(12):
+        ids = torch.arange(6)
+        layers = list(states(ids.tolist()).unbind(1))
+        if i == 3:
+            layers = layers[1:] if "layers" in problem else [torch.ones(6, 9)] * 4 if "wide" in problem else layers
+            ids = ids + 4995 if "token" in problem else ids
+        torch.save({"input_ids": ids, "hidden_states": layers, "loss_mask": torch.ones(6)}, place / f"data_{i}.pt")
+    source = SourceOptions(str(place), layers=[1, 3, 4], layer_convention="output")
+    module = fit(make_data(NoEngine, prompts=PromptOptions([source], val_fraction=0.0), dir=None))
+    assert sum(len(batch.sample_ids) for batch in module.batches) == 11
+    assert "data_3.pt: " in caplog.text
+    assert problem in caplog.text
+
+
 def test_a_broken_file_is_dropped_by_name(make_data, tmp_path, caplog):
     fit(make_data())
     broken = sorted((tmp_path / "cache/train/hidden_states").glob("hs_*"))[0]
