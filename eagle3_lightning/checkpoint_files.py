@@ -62,17 +62,27 @@ class CheckpointFiles:
         Extra copies inside decoder layers (multi-token prediction heads) are passed over, and of several the shortest
         name is the language model's own.
         """
-        for ending in endings:
-            found = [n for n in self._entries if n == ending or n.endswith("." + ending)]
-            outside = [n for n in found if ".layers." not in n and ".vision" not in n and "vision_" not in n]
-            if outside:
-                return min(outside, key=lambda n: (len(n), n))
+        name = self._search(endings)
+        if name is not None:
+            return name
         raise ConfigError(
             OPTION,
             self._given,
             f"none of its tensors is an {what} ({', '.join(endings)})",
             "Choose a decoder-only language model with a full, unquantized embedding and lm_head.",
         )
+
+    def has(self, endings: Sequence[str]) -> bool:
+        """Whether `find` would find one."""
+        return self._search(endings) is not None
+
+    def _search(self, endings: Sequence[str]) -> str | None:
+        for ending in endings:
+            found = [n for n in self._entries if n == ending or n.endswith("." + ending)]
+            outside = [n for n in found if ".layers." not in n and ".vision" not in n and "vision_" not in n]
+            if outside:
+                return min(outside, key=lambda n: (len(n), n))
+        return None
 
     def check_matrix(self, name: str, rows: int, columns: int) -> None:
         """Refuse a tensor that cannot be used as [rows, columns] of floats (more rows are padding and allowed)."""

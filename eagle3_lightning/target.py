@@ -104,10 +104,13 @@ def inspect_target(options: TargetOptions) -> TargetInfo:
     described = _describe(path, options)
     files = CheckpointFiles(path, options.path)
     embedding = files.find(_EMBEDDING_NAMES, "embedding")
+    outer = read_config(path, options.path)
+    config = text_config(outer)
+    if "tie_word_embeddings" not in {**outer, **config} and not files.has(_HEAD_NAMES):
+        described = replace(described, tie_word_embeddings=True)  # Gemma's own default, which its config.json leaves out
     head = embedding if described.tie_word_embeddings else files.find(_HEAD_NAMES, "lm_head")
     for name in {embedding, head}:
         files.check_matrix(name, described.vocab_size, described.hidden_size)
-    config = text_config(read_config(path, options.path))
     return replace(described, dtype=files.dtype(embedding), fingerprint=_fingerprint(config, files, (embedding, head)))
 
 

@@ -51,6 +51,15 @@ def test_tied_head_is_the_embedding(tmp_path):
     assert torch.equal(load_lm_head(info, torch.tensor([1, 2])), load_embeddings(info)[1:3])
 
 
+def test_without_a_word_and_without_a_head_it_is_tied(tmp_path):
+    path = make_target(tmp_path, tie_word_embeddings=True)
+    config = json.loads((path / "config.json").read_text())
+    del config["tie_word_embeddings"]  # as in Gemma's
+    (path / "config.json").write_text(json.dumps(config))
+    info = read(path)
+    assert torch.equal(load_lm_head(info), load_embeddings(info))
+
+
 def test_text_config_of_a_multimodal_target_in_several_files(tmp_path):
     path = make_target(tmp_path)
     config = json.loads((path / "config.json").read_text())
