@@ -107,7 +107,7 @@ def inspect_target(options: TargetOptions) -> TargetInfo:
     outer = read_config(path, options.path)
     config = text_config(outer)
     if "tie_word_embeddings" not in {**outer, **config} and not files.has(_HEAD_NAMES):
-        described = replace(described, tie_word_embeddings=True)  # Gemma's own default, which its config.json leaves out
+        described = replace(described, tie_word_embeddings=True)  # as Gemma, whose config.json leaves it out
     head = embedding if described.tie_word_embeddings else files.find(_HEAD_NAMES, "lm_head")
     for name in {embedding, head}:
         files.check_matrix(name, described.vocab_size, described.hidden_size)
