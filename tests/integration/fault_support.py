@@ -102,6 +102,7 @@ class Fit:
             f"--trainer.callbacks.file={self.record}",
             *flags,
         ]
+        self.started_s = time.time()
         self.process = subprocess.Popen(
             command,
             stdout=self.log,

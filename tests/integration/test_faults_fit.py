@@ -6,6 +6,7 @@ reason; a resume is the undisturbed run to the last bit; no process, file, socke
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -213,9 +214,9 @@ def test_a_disk_that_fills_up_keeps_the_earlier_checkpoint(material, straight, t
 
 def test_sigterm_on_a_full_disk(material, tmp_path):
     with small_disk(tmp_path / "run" / "checkpoints", "64k") as disk:
-        fill(disk)
         fit = Fit(material, tmp_path / "run")
         fit.wait_for_step(3)
+        fill(disk)
         fit.process.terminate()
         outcome = ended(fit, "No space left on device")
         assert fit.process.returncode == 143
@@ -238,9 +239,13 @@ def test_a_wandb_server_that_cannot_be_reached(material, straight, tmp_path):
 
 
 def ended_soon(fit, reason):
-    """The end of a run that comes upon its fault by itself: counted from its first words about it."""
+    """The end of a run that comes upon its fault by itself: counted from its last step, or else from its start."""
     fit.process.wait(timeout=240)
-    return ended(fit, reason).replace("after 0.0 s ", "")
+    last = Path(f"{fit.record}.rank0")
+    seconds = time.time() - (last.stat().st_mtime if last.exists() else fit.started_s)
+    assert seconds < END_TIMEOUT_S
+    ended(fit, reason)
+    return f"ended after {seconds:.1f} s with {fit.process.returncode}"
 
 
 def test_a_second_fit_is_refused_while_the_first_starts_and_while_it_runs(material, tmp_path):
