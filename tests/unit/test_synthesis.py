@@ -7,11 +7,12 @@ from itertools import islice
 import pytest
 from toy_target import make_target, make_tokenizer
 
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import ConfigError, SampleError
 from eagle3_lightning.options import SynthesisOptions, TargetOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.filters import PromptFilter, is_loop
-from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, judge
+from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, collect, judge
+from eagle3_lightning.stream.messages import Dropped
 from eagle3_lightning.target import inspect_target
 
 
@@ -129,3 +130,16 @@ def test_no_more_is_asked_for_than_is_missing():
     demand.end()
     assert len(list(requests)) == 0
     assert str(report).startswith("16 of 32 kept; thrown away: 16 unfinished")
+
+
+class Nothing:
+    """A queue whose every sample was lost."""
+
+    def get(self, stream):
+        return Dropped(stream, 0, "self", "aborted", "vLLM ended it")
+
+
+def test_a_target_that_writes_nothing_usable_is_given_up_with_its_counts(tmp_path):
+    chat, options, said = chat_of(tmp_path), SynthesisOptions(num_prompts=100), []
+    with pytest.raises(SampleError, match=r"too few usable prompts: 0 of 256 kept; thrown away: 256 aborted, 0 unf"):
+        collect(Nothing(), chat, chat.user_turn(), options, Demand([1], options), said.append)
