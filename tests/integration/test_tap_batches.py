@@ -1,17 +1,33 @@
 """However vLLM cuts, mixes and preempts requests: every sample equals the same prompt run alone. A toy in float32."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from extract_support import collect, extractor, random_prompts, read_target, reference_states, relative_error
+from extract_support import (
+    Extractor,
+    collect,
+    extractor,
+    random_prompts,
+    read_target,
+    reference_states,
+    relative_error,
+)
 from toy_targets import make_toy
 
 from eagle3_lightning.layers import LayerPlan
 from eagle3_lightning.options import SamplingOptions
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.tap]
 PLAN = LayerPlan((1, 3, 5), 7)
+CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+# 12 blocks of 32 tokens and one that vLLM keeps: enough for one longest sample, far too few for all.
+FEW_BLOCKS = {"extra": {"num_gpu_blocks_override": 13, "block_size": 32}, "max_model_len": 256}
+
+
+class AsyncExtractor(Extractor):
+    producer_module = "async_producer"
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +65,20 @@ def wait_for_rows(queue, at_least):
 
 
 @pytest.mark.parametrize(
-    "engine",
+    ("kind", "engine"),
     [
-        pytest.param({}, id="64 mixed requests"),
-        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 16}, id="prompts cut in chunks"),
-        # 12 blocks of 32 tokens and one that vLLM keeps: enough for one longest sample, far too few for all.
-        pytest.param(
-            {"extra": {"num_gpu_blocks_override": 13, "block_size": 32}, "max_model_len": 256}, id="preemption"
-        ),
+        pytest.param(Extractor, {}, id="64 mixed requests"),
+        pytest.param(Extractor, CHUNKS, id="prompts cut in chunks"),
+        pytest.param(Extractor, FEW_BLOCKS, id="preemption"),
+        pytest.param(AsyncExtractor, CHUNKS, id="asynchronous, prompts cut in chunks"),
+        pytest.param(AsyncExtractor, FEW_BLOCKS, id="asynchronous, preemption"),
     ],
 )
-def test_a_sample_is_the_same_in_any_company(target, prompts, alone, tmp_path, engine):
-    with extractor(target, PLAN, tmp_path, SamplingOptions(), **engine) as (_, queue):
+def test_a_sample_is_the_same_in_any_company(target, prompts, alone, tmp_path, monkeypatch, kind, engine):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the producers made for tests
+    with extractor(target, PLAN, tmp_path, SamplingOptions(), kind, **engine) as (made, queue):
+        asynchronous = "SCHEDULER AsyncScheduler 2 True" in made.log_path.read_text()
+        assert asynchronous == (kind is AsyncExtractor)
         answered = collect(queue, prompts, 24)
         for sample, (token_ids, rows) in zip(answered, alone, strict=True):
             assert sample.token_ids == token_ids, sample.index
