@@ -1,20 +1,20 @@
 """Serves the draft in vLLM while it trains, and logs the acceptance that counts beside the simulated one."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from eagle3_lightning.callbacks.export import EXPORT_DIR, SUMMARY_FILE, ExportCallback
+from eagle3_lightning.callbacks.export import BEST_DIR, EXPORT_DIR, SUMMARY_FILE, ExportCallback
 from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, POSITIVE_SHARE, check_number
 from eagle3_lightning.errors import ConfigError, Eagle3Error
+from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.bench import BenchOptions, measure
 from eagle3_lightning.serve.results import BenchReport, DraftFigures
 from eagle3_lightning.summary import served_figures, update_summary
-
-BEST_DIR = "best"
 
 
 class AcceptanceCallback(Callback):
@@ -107,25 +107,36 @@ class AcceptanceCallback(Callback):
         exporter = next(callback for callback in trainer.callbacks if isinstance(callback, ExportCallback))  # type: ignore[attr-defined]
         export = exporter.export(trainer, pl_module)
         assert export is not None, "rank 0 exports"
-        options = BenchOptions(
-            export.path,
-            prompts,
+        try:
+            report = measure(self._bench_options(trainer, pl_module, export.path, prompts))
+            self._record(trainer, exporter.directory(trainer), report)
+        except (Eagle3Error, OSError) as error:
+            print(f"the draft of step {trainer.global_step} could not be served: {error}", flush=True)
+
+    def _bench_options(self, trainer: Trainer, pl_module: LightningModule, draft: Path, prompts: Path) -> BenchOptions:
+        """The target as the producer runs it, with prompts rendered as training renders them."""
+        assert isinstance(pl_module, Eagle3Module)
+        data = getattr(trainer, "datamodule", None)
+        engine = EngineOptions() if data is None else data.engine
+        return BenchOptions(
+            draft,
+            [prompts],
+            target=str(pl_module.target_info.path),
             num_speculative_tokens=[] if self.num_speculative_tokens is None else [self.num_speculative_tokens],
             concurrency=[self.concurrency],
             max_new_tokens=self.max_new_tokens,
             max_prompts=self.max_prompts,
-            engine=EngineOptions(gpu_memory_utilization=self.gpu_memory_utilization),
+            chat_template_kwargs={} if data is None else data.prompts.chat_template_kwargs,
+            trust_remote_code=pl_module.target_options.trust_remote_code,
+            engine=replace(engine, gpu_memory_utilization=self.gpu_memory_utilization),
         )
-        try:
-            report = measure(options)
-        except Eagle3Error as error:
-            print(f"the draft of step {trainer.global_step} could not be served: {error}", flush=True)
-            return
+
+    def _record(self, trainer: Trainer, run_dir: Path, report: BenchReport) -> None:
+        """Log the figures, put them into the summary, and keep the draft if it is the best one so far."""
         (figures,) = report.figures
         for logger in trainer.loggers:
             logger.log_metrics(serve_metrics(figures, report), step=trainer.global_step)
-        run_dir = exporter.directory(trainer)
-        update_summary(run_dir / SUMMARY_FILE, served_figures(report))
+        update_summary(run_dir / SUMMARY_FILE, {**served_figures(report), "served_step": trainer.global_step})
         if figures.acceptance_length > self.best:
             self.best = figures.acceptance_length
             keep(run_dir / EXPORT_DIR, run_dir / BEST_DIR)
@@ -145,9 +156,18 @@ def serve_metrics(figures: DraftFigures, report: BenchReport) -> dict[str, float
 
 
 def keep(export: Path, best: Path) -> None:
-    """Copy an export over the best one before, whole or not at all."""
-    partial = best.with_name(f".{best.name}.partial")
+    """Copy an export over the best one before; whatever goes wrong, a whole one is left."""
+    partial, aside = (best.with_name(f".{best.name}.{what}") for what in ("partial", "previous"))
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(export, partial)
-    shutil.rmtree(best, ignore_errors=True)
-    partial.rename(best)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(export, partial)
+        if best.exists():
+            best.rename(aside)
+        partial.rename(best)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if aside.exists() and not best.exists():
+            aside.rename(best)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

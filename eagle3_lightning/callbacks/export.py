@@ -1,5 +1,6 @@
 """Exports the draft when the fit ends, and in between if asked."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from eagle3_lightning.callbacks.wandb_draft import record_draft
 from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, check_number
+from eagle3_lightning.export.read import PROVENANCE_FILE
 from eagle3_lightning.export.schema import check_servable
 from eagle3_lightning.export.speculators import Export, export_draft, portable_name
 from eagle3_lightning.extract.versions import installed
 from eagle3_lightning.module import Eagle3Module
-from eagle3_lightning.summary import update_summary
+from eagle3_lightning.summary import SUMMARY_FILE, update_summary
 
-EXPORT_DIR = "export"
-SUMMARY_FILE = "summary.json"
+EXPORT_DIR, BEST_DIR = "export", "best"
 
 
 class ExportCallback(Callback):
@@ -27,6 +29,7 @@ class ExportCallback(Callback):
         every_n_steps: int | None = None,
         num_speculative_tokens: int | None = None,
         vllm_version: str | None = None,
+        artifact_max_mib: float = 1024.0,
     ) -> None:
         """Say when and for whom.
 
@@ -36,13 +39,16 @@ class ExportCallback(Callback):
                 None or 0 exports at the end alone.
             num_speculative_tokens: tokens that the export proposes in a round; None is `model.loss.ttt_steps`.
             vllm_version: the vLLM that will serve the draft; None is the one installed here.
+            artifact_max_mib: W&B gets the draft as an artifact up to this size, and of a larger one the path.
 
         Raises:
             ConfigError: a number that makes no sense.
         """
         check_number("export.every_n_steps", every_n_steps, NOT_NEGATIVE)
         check_number("export.num_speculative_tokens", num_speculative_tokens, COUNT)
+        check_number("export.artifact_max_mib", artifact_max_mib, NOT_NEGATIVE)
         self.run_dir, self.every_n_steps = run_dir, every_n_steps
+        self.artifact_max_mib = artifact_max_mib
         self.num_speculative_tokens = num_speculative_tokens
         self.vllm_version = vllm_version
         self._start_s = time.monotonic()
@@ -69,7 +75,23 @@ class ExportCallback(Callback):
                 f"exported to {export.path} (logits within {export.check.relative_error:.2%}). Serve it with\n"
                 f"  {export.serve_command}"
             )
-            update_summary(self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export))
+            summary = update_summary(self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export))
+            self._record(trainer, pl_module, export, summary)
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule, export: Export, summary: dict[str, Any]) -> None:
+        """In W&B: what the training ended with, and the best that was measured in vLLM."""
+        assert isinstance(pl_module, Eagle3Module)
+        facts = {
+            "step": trainer.global_step,
+            "target": pl_module.target_info.name,
+            "target_fingerprint": pl_module.target_info.fingerprint,
+            "simulated_tau": summary.get("simulated_tau"),
+        }
+        best = self.directory(trainer) / BEST_DIR
+        if best.is_dir():
+            origin = json.loads((best / PROVENANCE_FILE).read_text(encoding="utf-8"))
+            record_draft(trainer, best, "best", self.artifact_max_mib, {**facts, "step": origin.get("step")})
+        record_draft(trainer, export.path, "last", self.artifact_max_mib, facts)  # W&B calls the newest one `latest`
 
     @rank_zero_only
     def export(self, trainer: Trainer, pl_module: LightningModule) -> Export:
@@ -94,6 +116,7 @@ class ExportCallback(Callback):
         return {
             "simulated_tau": None if tau is None else float(tau),
             "tokens_trained": int(pl_module.totals[0]),
+            "vocab_coverage": pl_module.vocab_coverage,
             "steps": trainer.global_step,
             "seconds": time.monotonic() - self._start_s,
             "export_dir": str(export.path),

@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 
 from eagle3_lightning.loggers import WANDB_ID_FILE
+from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.provenance import git_state, versions
 
 
@@ -25,7 +26,12 @@ class RunConfigCallback(SaveConfigCallback):
             run_dir = Path(self.config.run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
             free_name(run_dir).write_text(text, encoding="utf-8")
-        origin = {"versions": versions(), "git": git_state()}
+        assert isinstance(pl_module, Eagle3Module)
+        origin = {
+            "versions": versions(),
+            "git": git_state(),
+            "target_fingerprint": pl_module.target_info.fingerprint,
+        }
         for logger in trainer.loggers:
             logger.log_hyperparams({**yaml.safe_load(text), **origin})
             if isinstance(logger, WandbLogger) and stage == "fit":
