@@ -47,18 +47,25 @@ def update_summary(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 def served_figures(report: "BenchReport") -> dict[str, object]:
     """What of a bench goes into a run's summary.json: the first number of tokens at the first concurrency."""
+    from eagle3_lightning.serve.results import pooled_acceptance
+
     first = report.figures[0]
+    key = (first.num_speculative_tokens, first.concurrency)
+    alike = [f for f in report.figures if (f.num_speculative_tokens, f.concurrency) == key]
+    length, per_position = pooled_acceptance(alike)
     return {
-        "served_acceptance_length": first.acceptance_length,
-        "served_acceptance_length_ci95": first.acceptance_length_ci95,
-        "acceptance_per_position": first.acceptance_per_position,
+        "served_acceptance_length": length,
+        "served_acceptance_length_ci95": first.acceptance_length_ci95 if len(alike) == 1 else None,
+        "served_acceptance_by_prompts": {f.prompts: f.acceptance_length for f in alike},
+        "acceptance_per_position": per_position,
         "num_speculative_tokens": first.num_speculative_tokens,
         "concurrency": first.concurrency,
         "lossless": report.lossless,
-        "identical_outputs": first.identical,
-        "num_prompts": report.num_prompts,
-        "tokens_per_s": first.tokens_per_s,
-        "plain_tokens_per_s": first.plain_tokens_per_s,
+        "identical_outputs": sum(f.identical for f in alike),
+        "num_prompts": sum(f.num_prompts for f in alike),
+        "tokens_per_s": sum(f.tokens_per_s * f.seconds for f in alike) / sum(f.seconds for f in alike),
+        "plain_tokens_per_s": sum(f.plain_tokens_per_s * f.plain_seconds for f in alike)
+        / sum(f.plain_seconds for f in alike),
         "vllm_version": report.vllm_version,
         "export_dir": str(Path(report.draft).resolve()),
     }

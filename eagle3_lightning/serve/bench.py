@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
-from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress
+from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
 from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
 
 OnProgress = Callable[[str, Progress], None]
@@ -25,12 +27,13 @@ class BenchOptions:
 
     Attributes:
         draft: directory of an exported draft.
-        prompts: file of prompts in any format that training reads; a conversation's last answer is left out.
+        prompts: files of prompts in any format that training reads, each with figures of its own; a conversation's last
+            answer is left out.
         target: the target, where it is not the one that the draft's config.json names.
         num_speculative_tokens: tokens proposed in a round, one engine start for each; empty is the export's own number.
         concurrency: requests in flight, one pass over the prompts for each.
         max_new_tokens: longest answer.
-        max_prompts: run only the first so many prompts.
+        max_prompts: run only the first so many prompts of a file.
         log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
         trust_remote_code: let Transformers and vLLM run code that the target brings.
@@ -38,7 +41,7 @@ class BenchOptions:
     """
 
     draft: Path
-    prompts: Path
+    prompts: list[Path]
     target: str | None = None
     num_speculative_tokens: list[int] = field(default_factory=list)
     concurrency: list[int] = field(default_factory=lambda: [16])
@@ -61,8 +64,9 @@ class BenchOptions:
                 raise ConfigError(
                     name, values, "the numbers must be positive and each given once", "Correct the numbers."
                 )
-        if not self.concurrency:
-            raise ConfigError("--concurrency", [], "nothing would be measured", "Give at least one number.")
+        for name, given in (("--concurrency", self.concurrency), ("--prompts", self.prompts)):
+            if not given:
+                raise ConfigError(name, [], "nothing would be measured", "Give at least one.")
 
 
 def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progress: None) -> BenchReport:
@@ -90,33 +94,35 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     depths = options.num_speculative_tokens or [draft.num_speculative_tokens]
     # A round may write past the answer's end, so the longest round needs room too.
     room_tokens = options.max_new_tokens + max(depths) + 1
-    prompts = render_prompts(
-        options.prompts,
-        target,
-        template_kwargs=options.chat_template_kwargs,
-        trust_remote_code=options.trust_remote_code,
-        longest_tokens=target.max_position_embeddings - room_tokens,
-        max_prompts=options.max_prompts,
-    )
-    runner = _Runner(options, str(target.path), prompts, room_tokens, on_progress)
-    drafted = {depth: runner.run(depth, {}) for depth in depths}
-    outputs = {
-        concurrency: [Outputs(str(depth), result.passes[number].tokens) for depth, result in drafted.items()]
-        for number, concurrency in enumerate(options.concurrency)
-    }
-    plain = runner.run(None, outputs)
-    figures = [
-        draft_figures(
-            depth, result.passes[number], plain.passes[number], plain.differences[concurrency][str(depth)], plain.dtype
+    rendered = {
+        file: render_prompts(
+            file,
+            target,
+            template_kwargs=options.chat_template_kwargs,
+            trust_remote_code=options.trust_remote_code,
+            longest_tokens=target.max_position_embeddings - room_tokens,
+            max_prompts=options.max_prompts,
         )
+        for file in options.prompts
+    }
+    tasks = [Task(file.name, rendered[file], number) for number in options.concurrency for file in rendered]
+    files = [str(file) for _ in options.concurrency for file in rendered]
+    runner = _Runner(options, str(target.path), tasks, room_tokens, on_progress)
+    drafted = {depth: runner.run(depth, tasks) for depth in depths}
+    judged = [
+        msgspec.structs.replace(task, judge=[Outputs(str(k), run.passes[i].tokens) for k, run in drafted.items()])
+        for i, task in enumerate(tasks)
+    ]
+    plain = runner.run(None, judged)
+    figures = [
+        draft_figures(depth, file, with_draft, alone, alone.differences[str(depth)], plain.dtype)
         for depth, result in drafted.items()
-        for number, concurrency in enumerate(options.concurrency)
+        for file, with_draft, alone in zip(files, result.passes, plain.passes, strict=True)
     ]
     return BenchReport(
         draft=str(options.draft),
         target=target.name,
-        prompts=str(options.prompts),
-        num_prompts=len(prompts),
+        num_prompts=sum(map(len, rendered.values())),
         max_new_tokens=options.max_new_tokens,
         dtype=plain.dtype,
         device=plain.device,
@@ -152,18 +158,20 @@ def check_summary(file: Path) -> None:
 
 
 class _Runner:
-    """Runs the same prompts in one engine after the other."""
+    """Runs the same tasks in one engine after the other."""
 
     def __init__(
-        self, options: BenchOptions, target: str, prompts: list[list[int]], room_tokens: int, on_progress: OnProgress
+        self, options: BenchOptions, target: str, tasks: list[Task], room_tokens: int, on_progress: OnProgress
     ) -> None:
         import torch
 
         from eagle3_lightning.serve.engine_args import engine_arguments
 
-        self._options, self._target, self._prompts, self._on_progress = options, target, prompts, on_progress
+        self._options, self._target, self._on_progress = options, target, on_progress
         engine = replace(
-            options.engine, max_model_len=max(map(len, prompts)) + room_tokens, max_num_seqs=max(options.concurrency)
+            options.engine,
+            max_model_len=max(len(ids) for task in tasks for ids in task.prompts) + room_tokens,
+            max_num_seqs=max(options.concurrency),
         )
         self._arguments, self._env = engine_arguments(engine, on_cpu=not torch.cuda.is_available())
         self._log_dir = options.log_dir or options.draft.resolve().parent / "bench"
@@ -177,7 +185,7 @@ class _Runner:
                 "Name a directory that can be written.",
             ) from error
 
-    def run(self, depth: int | None, judge: dict[int, list[Outputs]]) -> EngineResult:
+    def run(self, depth: int | None, tasks: list[Task]) -> EngineResult:
         """One engine: with the draft proposing `depth` tokens, or the target alone."""
         from eagle3_lightning.serve.child import run_engine
 
@@ -193,10 +201,8 @@ class _Runner:
         job = EngineJob(
             engine=self._arguments | arguments,
             env=self._env,
-            prompts=self._prompts,
+            tasks=tasks,
             max_new_tokens=options.max_new_tokens,
-            concurrencies=options.concurrency,
-            judge=judge,
             result="",
             parent_pid=0,
         )

@@ -56,10 +56,19 @@ def against_simulation(summary: dict[str, Any]) -> str:
 def _parser() -> StrictParser:
     parser = StrictParser(
         prog="eagle3 bench",
-        usage="eagle3 bench --draft DIR --prompts FILE [options]",
+        usage="eagle3 bench --draft DIR --prompts FILE ... [options]",
         description="Serves the target with the draft and alone, greedily, and compares.",
     )
-    parser.add_class_arguments(BenchOptions, skip={"engine", "num_speculative_tokens", "concurrency"})
+    parser.add_class_arguments(BenchOptions, skip={"engine", "prompts", "num_speculative_tokens", "concurrency"})
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files of prompts in any format that training reads, each with figures of its own; a conversation's last "
+        "answer is left out",
+    )
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,
@@ -74,7 +83,7 @@ def _parser() -> StrictParser:
         nargs="+",
         default=[16],
         metavar="N",
-        help="requests in flight, one pass over the prompts for each",
+        help="requests in flight, one pass over every file for each",
     )
     parser.add_argument(
         "--dtype",

@@ -24,6 +24,7 @@ from eagle3_lightning.serve.messages import (
     Outputs,
     Pass,
     Progress,
+    Task,
 )
 
 if TYPE_CHECKING:
@@ -63,26 +64,22 @@ def main(job_file: str, events_fd: int) -> None:
 
     events.send(START_STAGES[1], 0, 1)
     llm = vllm.LLM(**job.engine)
-    run_pass(llm, job.prompts[:1], WARM_UP_TOKENS, 1, lambda done: None)
+    run_pass(llm, Task("warm-up", job.tasks[0].prompts[:1], 1), WARM_UP_TOKENS, lambda done: None)
     start_s = time.monotonic() - started_s
     passes: list[Pass] = []
-    differences: dict[int, dict[str, list[Difference]]] = {}
-    for concurrency in job.concurrencies:
-        stage = f"{concurrency} concurrent"
+    for task in job.tasks:
+        stage, total = f"{task.name}, {task.concurrency} concurrent", len(task.prompts)
         result = run_pass(
-            llm,
-            job.prompts,
-            job.max_new_tokens,
-            concurrency,
-            lambda done, stage=stage: events.send(stage, done, len(job.prompts)),
+            llm, task, job.max_new_tokens, lambda done, stage=stage, total=total: events.send(stage, done, total)
         )
-        passes.append(result)
-        for other in job.judge.get(concurrency, []):
+        differences: dict[str, list[Difference]] = {}
+        for other in task.judge:
             events.send("comparing outputs", 0, 1)
-            differences.setdefault(concurrency, {})[other.name] = judge(llm, job.prompts, other, result.tokens)
+            differences[other.name] = judge(llm, task.prompts, other, result.tokens)
+        passes.append(msgspec.structs.replace(result, differences=differences))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
-    report = EngineResult(vllm.__version__, device, dtype, start_s, passes, differences)
+    report = EngineResult(vllm.__version__, device, dtype, start_s, passes)
     result_file = Path(job.result)
     partial = result_file.with_suffix(".partial")
     partial.write_bytes(msgspec.json.encode(report))
@@ -90,8 +87,8 @@ def main(job_file: str, events_fd: int) -> None:
     events.send(DONE, 1, 1)
 
 
-def run_pass(llm: "LLM", prompts: list[list[int]], max_new_tokens: int, concurrency: int, on_finished: Any) -> Pass:
-    """Run all prompts greedily with at most `concurrency` in flight.
+def run_pass(llm: "LLM", task: Task, max_new_tokens: int, on_finished: Any) -> Pass:
+    """Run all prompts of a task greedily with at most its concurrency in flight.
 
     The requests are fed one by one instead of all at once, so that one engine start serves every concurrency.
     """
@@ -101,14 +98,14 @@ def run_pass(llm: "LLM", prompts: list[list[int]], max_new_tokens: int, concurre
     params = SamplingParams(
         temperature=0.0, max_tokens=max_new_tokens, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
-    engine = llm.llm_engine
+    engine, prompts = llm.llm_engine, task.prompts
     waiting = deque(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
     rounds = [-1] * len(prompts)  # the prefill's token is not a round
     num_running = num_finished = 0
     before, start_s = spec_counters(llm), time.perf_counter()
     while waiting or num_running:
-        while waiting and num_running < concurrency:
+        while waiting and num_running < task.concurrency:
             index, ids = waiting.popleft()
             engine.add_request(str(index), {"prompt_token_ids": ids}, params)
             num_running += 1
@@ -124,7 +121,7 @@ def run_pass(llm: "LLM", prompts: list[list[int]], max_new_tokens: int, concurre
     after = spec_counters(llm)
     grown = {name: [a - b for a, b in zip_longest(after[name], before[name], fillvalue=0)] for name in SPEC_COUNTERS}
     return Pass(
-        concurrency,
+        task.concurrency,
         seconds,
         tokens,
         rounds,

@@ -38,32 +38,44 @@ class Outputs(msgspec.Struct, frozen=True):
     tokens: list[list[int]]
 
 
+class Task(msgspec.Struct, frozen=True):
+    """Run all prompts of a set once, and judge what other runs made of them.
+
+    Attributes:
+        name: of the set.
+        prompts: token ids.
+        concurrency: requests in flight.
+        judge: outputs of other runs, to be compared with this engine's own.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    concurrency: int
+    judge: list[Outputs] = []
+
+
 class EngineJob(msgspec.Struct, frozen=True):
-    """Start an engine, run the prompts once per concurrency, judge the outputs of other runs, stop.
+    """Start an engine, do the tasks one after the other, stop.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         env: environment variables of the engine.
-        prompts: token ids.
+        tasks: what to run.
         max_new_tokens: longest output.
-        concurrencies: requests in flight, one pass for each.
-        judge: outputs of other runs, by concurrency, to be compared with this engine's own.
         result: file for the `EngineResult`.
         parent_pid: the engine ends when this process does.
     """
 
     engine: dict[str, Any]
     env: dict[str, str]
-    prompts: list[list[int]]
+    tasks: list[Task]
     max_new_tokens: int
-    concurrencies: list[int]
-    judge: dict[int, list[Outputs]]
     result: str
     parent_pid: int
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """All prompts once.
+    """What a task gave.
 
     Attributes:
         concurrency: requests in flight.
@@ -74,6 +86,7 @@ class Pass(msgspec.Struct, frozen=True):
         draft_tokens: tokens proposed.
         accepted_tokens: of these accepted.
         accepted_per_position: accepted at each draft position.
+        differences: by name of the other run.
     """
 
     concurrency: int
@@ -84,6 +97,7 @@ class Pass(msgspec.Struct, frozen=True):
     draft_tokens: int
     accepted_tokens: int
     accepted_per_position: list[int]
+    differences: dict[str, list[Difference]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -99,8 +113,7 @@ class EngineResult(msgspec.Struct, frozen=True):
         device: `cpu`, or the GPU's name.
         dtype: of the target's weights in the engine.
         start_s: seconds from the process's start to the first request, imports included.
-        passes: one per concurrency.
-        differences: by concurrency, then by name of the other run.
+        passes: one a task.
     """
 
     vllm_version: str
@@ -108,7 +121,6 @@ class EngineResult(msgspec.Struct, frozen=True):
     dtype: str
     start_s: float
     passes: list[Pass]
-    differences: dict[int, dict[str, list[Difference]]]
 
 
 class Progress(msgspec.Struct, frozen=True):

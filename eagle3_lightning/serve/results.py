@@ -14,15 +14,19 @@ BOOTSTRAP_DRAWS = 1000
 
 
 class DraftFigures(msgspec.Struct, frozen=True):
-    """One draft, one number of speculative tokens, one concurrency.
+    """One draft, one number of speculative tokens, one set of prompts, one concurrency.
 
     Attributes:
+        prompts: file of the prompts.
+        num_prompts: how many of them were run.
         num_speculative_tokens: K, tokens proposed in a round.
         concurrency: requests in flight.
         acceptance_length: 1 + accepted tokens / rounds, from vLLM's counters.
         acceptance_length_ci95: 95 % interval of tokens / rounds, bootstrapped over prompts.
         acceptance_per_position: share of the rounds in which the token at each position was accepted.
         num_drafts: rounds.
+        seconds: from the first request to the last token.
+        plain_seconds: the same of the target alone.
         tokens_per_s: output tokens a second.
         plain_tokens_per_s: the same of the target alone.
         speedup: their ratio.
@@ -31,12 +35,16 @@ class DraftFigures(msgspec.Struct, frozen=True):
         real_differences: how many of them are wider than rounding explains.
     """
 
+    prompts: str
+    num_prompts: int
     num_speculative_tokens: int
     concurrency: int
     acceptance_length: float
     acceptance_length_ci95: tuple[float, float]
     acceptance_per_position: list[float]
     num_drafts: int
+    seconds: float
+    plain_seconds: float
     tokens_per_s: float
     plain_tokens_per_s: float
     speedup: float
@@ -59,21 +67,19 @@ class BenchReport(msgspec.Struct, frozen=True):
     Attributes:
         draft: directory of the draft.
         target: directory of the target.
-        prompts: file of the prompts.
-        num_prompts: how many of them were run.
+        num_prompts: how many prompts were run, all files together.
         max_new_tokens: longest output.
         dtype: of the engine's weights.
         device: `cpu`, or the GPU's name.
         vllm_version: version of vLLM.
         start_s: seconds to start each engine, the target alone last.
-        figures: one entry for each number of speculative tokens and concurrency.
-        recommended: one entry for each concurrency.
+        figures: one entry for each number of speculative tokens, concurrency and file of prompts.
+        recommended: one entry for each concurrency, all files together.
         lossless: no output differs more than rounding explains.
     """
 
     draft: str
     target: str
-    prompts: str
     num_prompts: int
     max_new_tokens: int
     dtype: str
@@ -86,12 +92,13 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 
 def draft_figures(
-    num_speculative_tokens: int, drafted: Pass, plain: Pass, differences: list[Difference], dtype: str
+    num_speculative_tokens: int, prompts: str, drafted: Pass, plain: Pass, differences: list[Difference], dtype: str
 ) -> DraftFigures:
     """Put the figures of one pass together.
 
     Args:
         num_speculative_tokens: K.
+        prompts: file of the prompts.
         drafted: the pass with the draft.
         plain: the pass of the target alone at the same concurrency.
         differences: first differences between their outputs.
@@ -100,12 +107,16 @@ def draft_figures(
     drafts = max(1, drafted.drafts)
     speed, plain_speed = drafted.num_tokens / drafted.seconds, plain.num_tokens / plain.seconds
     return DraftFigures(
+        prompts=prompts,
+        num_prompts=len(drafted.tokens),
         num_speculative_tokens=num_speculative_tokens,
         concurrency=drafted.concurrency,
         acceptance_length=1 + drafted.accepted_tokens / drafts,
         acceptance_length_ci95=acceptance_interval([len(t) - 1 for t in drafted.tokens], drafted.rounds),
         acceptance_per_position=[accepted / drafts for accepted in drafted.accepted_per_position],
         num_drafts=drafted.drafts,
+        seconds=drafted.seconds,
+        plain_seconds=plain.seconds,
         tokens_per_s=speed,
         plain_tokens_per_s=plain_speed,
         speedup=speed / plain_speed,
@@ -146,7 +157,25 @@ def recommend(figures: list[DraftFigures]) -> list[Recommendation]:
     """The fastest number of speculative tokens at each concurrency, or none where the target alone is faster."""
     chosen = []
     for concurrency in sorted({f.concurrency for f in figures}):
-        best = max((f for f in figures if f.concurrency == concurrency), key=lambda f: f.speedup)
-        tokens = best.num_speculative_tokens if best.speedup > 1 else None
-        chosen.append(Recommendation(concurrency, tokens, best.speedup))
+        here = [f for f in figures if f.concurrency == concurrency]
+        depths = {f.num_speculative_tokens for f in here}
+        by_depth = {k: speedup([f for f in here if f.num_speculative_tokens == k]) for k in sorted(depths)}
+        best = max(by_depth, key=lambda k: by_depth[k])
+        chosen.append(Recommendation(concurrency, best if by_depth[best] > 1 else None, by_depth[best]))
     return chosen
+
+
+def speedup(figures: list[DraftFigures]) -> float:
+    """Tokens a second with the draft over those of the target alone, several files of prompts as one."""
+    tokens = sum(f.tokens_per_s * f.seconds for f in figures)
+    plain_tokens = sum(f.plain_tokens_per_s * f.plain_seconds for f in figures)
+    return tokens / sum(f.seconds for f in figures) / (plain_tokens / sum(f.plain_seconds for f in figures))
+
+
+def pooled_acceptance(figures: list[DraftFigures]) -> tuple[float, list[float]]:
+    """Acceptance length and acceptance by position of all rounds, several files of prompts as one."""
+    rounds = max(1, sum(f.num_drafts for f in figures))
+    length = 1 + sum((f.acceptance_length - 1) * f.num_drafts for f in figures) / rounds
+    by_position = zip(*(f.acceptance_per_position for f in figures), strict=True)
+    weights = [f.num_drafts / rounds for f in figures]
+    return length, [sum(w * share for w, share in zip(weights, shares, strict=True)) for shares in by_position]

@@ -1,10 +1,12 @@
 """A bench report for people."""
 
+from pathlib import Path
+
 from eagle3_lightning.serve.messages import Difference
 from eagle3_lightning.serve.results import BenchReport, DraftFigures, Recommendation, is_near_tie
 
 MAX_SHOWN = 10
-COLUMNS = ("K", "requests", "acceptance length", "per position", "tokens/s", "alone", "ratio", "identical")
+COLUMNS = ("prompts", "K", "requests", "acceptance length", "per position", "tokens/s", "alone", "ratio", "identical")
 
 
 def as_text(report: BenchReport) -> str:
@@ -12,10 +14,10 @@ def as_text(report: BenchReport) -> str:
     lines = [
         f"draft    {report.draft}",
         f"target   {report.target}",
-        f"prompts  {report.prompts} ({report.num_prompts}, greedy, at most {report.max_new_tokens} new tokens each)",
+        f"prompts  {report.num_prompts}, greedy, at most {report.max_new_tokens} new tokens each",
         f"engine   vLLM {report.vllm_version}, {report.dtype}, {report.device}",
         "",
-        *_table([COLUMNS, *(_row(figures, report.num_prompts) for figures in report.figures)]),
+        *_table([COLUMNS, *map(_row, report.figures)]),
     ]
     for figures in report.figures:
         lines += _differences(figures, report.dtype)
@@ -28,9 +30,10 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _row(figures: DraftFigures, num_prompts: int) -> tuple[str, ...]:
+def _row(figures: DraftFigures) -> tuple[str, ...]:
     low, high = figures.acceptance_length_ci95
     return (
+        Path(figures.prompts).name,
         str(figures.num_speculative_tokens),
         str(figures.concurrency),
         f"{figures.acceptance_length:.3f} ({low:.2f} to {high:.2f})",
@@ -38,14 +41,14 @@ def _row(figures: DraftFigures, num_prompts: int) -> tuple[str, ...]:
         f"{figures.tokens_per_s:.1f}",
         f"{figures.plain_tokens_per_s:.1f}",
         f"{figures.speedup:.2f}",
-        f"{figures.identical}/{num_prompts}",
+        f"{figures.identical}/{figures.num_prompts}",
     )
 
 
 def _differences(figures: DraftFigures, dtype: str) -> list[str]:
     if not figures.differences:
         return []
-    where = f"K = {figures.num_speculative_tokens}, {figures.concurrency} requests"
+    where = f"{Path(figures.prompts).name}, K = {figures.num_speculative_tokens}, {figures.concurrency} requests"
     lines = ["", f"first differences with {where}, widest gap first:"]
     lines += [_difference(difference, dtype) for difference in figures.differences[:MAX_SHOWN]]
     if (hidden := len(figures.differences) - MAX_SHOWN) > 0:

@@ -18,7 +18,7 @@ from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.bench import BenchOptions, measure
 from eagle3_lightning.serve.child import run_engine
 from eagle3_lightning.serve.engine_args import engine_arguments
-from eagle3_lightning.serve.messages import EngineJob, Outputs
+from eagle3_lightning.serve.messages import EngineJob, Outputs, Task
 from eagle3_lightning.serve.results import BenchReport, is_near_tie
 
 pytestmark = pytest.mark.vllm
@@ -34,23 +34,26 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(draft: Path) -> BenchReport:
-    prompts = draft.parent / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in REPEATING + ORDINARY))
+    files = []
+    for name, rows in {"all": REPEATING + ORDINARY, "repeating": REPEATING}.items():
+        files.append(draft.parent / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return measure(
-        BenchOptions(draft, prompts, max_new_tokens=NEW_TOKENS, concurrency=[4], engine=EngineOptions(dtype="float32"))
+        BenchOptions(draft, files, max_new_tokens=NEW_TOKENS, concurrency=[4], engine=EngineOptions(dtype="float32"))
     )
 
 
 def test_float32_is_lossless_token_by_token(report: BenchReport) -> None:
-    (figures,) = report.figures
+    figures, repeating = report.figures
     assert report.dtype == "float32"
     assert report.lossless
-    assert figures.identical == report.num_prompts == 4
-    assert figures.differences == []
+    assert (figures.identical, repeating.identical, report.num_prompts) == (4, 2, 6)
+    assert figures.differences == repeating.differences == []
 
 
 def test_the_counters_are_those_of_this_draft(report: BenchReport) -> None:
-    (figures,) = report.figures
+    figures, repeating = report.figures
+    assert repeating.acceptance_length > 2.5 > figures.acceptance_length  # each file has its own
     assert figures.num_speculative_tokens == 3  # the export's own number
     # Nearly all rounds of the two ordinary prompts give one token, nearly all of the two repeating ones four.
     assert 2 * (NEW_TOKENS - 1) / 4 < figures.num_drafts < 2 * (NEW_TOKENS - 1) * 1.4
@@ -65,15 +68,15 @@ def engine_job(**changes: object) -> EngineJob:
     arguments, environment = engine_arguments(
         EngineOptions(max_model_len=128, max_num_seqs=4, dtype="float32"), on_cpu=True
     )
-    job = EngineJob(arguments | {"model": str(TARGET)}, environment, [[1, 4093, 198]], 8, [1], {}, "", 0)
+    job = EngineJob(arguments | {"model": str(TARGET)}, environment, [Task("one", [[1, 4093, 198]], 1)], 8, "", 0)
     return msgspec.structs.replace(job, **changes)
 
 
 def test_another_text_is_a_real_difference(tmp_path: Path) -> None:
     """What the target would not have written is found at its place, and the gap says that rounding did not do it."""
-    job = engine_job(judge={1: [Outputs("forged", [[7] * 8])]})
+    job = engine_job(tasks=[Task("one", [[1, 4093, 198]], 1, [Outputs("forged", [[7] * 8])])])
     result = run_engine(job, label="x", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
-    (difference,) = result.differences[1]["forged"]
+    (difference,) = result.passes[0].differences["forged"]
     own = result.passes[0].tokens[0]
     assert (difference.prompt, difference.position, difference.draft_token, difference.plain_token) == (0, 0, 7, own[0])
     assert own[0] == difference.top_tokens[0]

@@ -9,7 +9,7 @@ from serve_support import TARGET, export_echo
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.child import run_engine
 from eagle3_lightning.serve.engine_args import engine_arguments
-from eagle3_lightning.serve.messages import EngineJob, EngineResult
+from eagle3_lightning.serve.messages import EngineJob, EngineResult, Task
 
 pytestmark = pytest.mark.vllm
 PROMPT = [32] * 40  # zeros; after two tokens, the target goes on with them
@@ -21,7 +21,7 @@ def serve(model: str, tmp_path: Path, speculative: dict[str, object] | None) -> 
     )
     if speculative is not None:
         arguments["speculative_config"] = speculative
-    job = EngineJob(arguments | {"model": model}, environment, [PROMPT], 40, [1], {}, "", 0)
+    job = EngineJob(arguments | {"model": model}, environment, [Task("zeros", [PROMPT], 1)], 40, "", 0)
     return run_engine(job, label="export", log_file=tmp_path / "vllm.log", start_timeout_s=300, step_timeout_s=300)
 
 

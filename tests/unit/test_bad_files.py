@@ -15,6 +15,7 @@ from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
 from eagle3_lightning.prompts.files import JsonlSource, JsonSource
 from eagle3_lightning.serve.bench import BenchOptions, _Runner, check_summary, measure
+from eagle3_lightning.serve.messages import Task
 from eagle3_lightning.trained import load_module
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -128,7 +129,7 @@ def test_a_broken_provenance_is_named(text: str, tmp_path: Path) -> None:
 def test_a_draft_without_weights_is_refused_before_vllm(tmp_path: Path) -> None:
     draft = make_export(tmp_path / "draft", weights=False)
     with pytest.raises(ConfigError, match=WEIGHTS_FILE):
-        measure(BenchOptions(draft, tmp_path / "prompts.jsonl"))
+        measure(BenchOptions(draft, [tmp_path / "prompts.jsonl"]))
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", DEEP.encode()], ids=["cut", "list", "binary", "deep"])
@@ -248,6 +249,6 @@ def test_a_deep_json_array_is_refused(tmp_path: Path) -> None:
 def test_a_log_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.touch()
-    options = BenchOptions(make_export(tmp_path / "draft"), tmp_path / "prompts.jsonl", log_dir=file)
+    options = BenchOptions(make_export(tmp_path / "draft"), [tmp_path / "prompts.jsonl"], log_dir=file)
     with pytest.raises(ConfigError, match="--log_dir"):
-        _Runner(options, "target", [[1, 2]], 8, lambda label, progress: None)
+        _Runner(options, "target", [Task("one", [[1, 2]], 1)], 8, lambda label, progress: None)

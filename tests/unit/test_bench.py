@@ -12,7 +12,15 @@ from eagle3_lightning.serve.command import against_simulation
 from eagle3_lightning.serve.engine_args import engine_arguments
 from eagle3_lightning.serve.messages import Difference, Pass
 from eagle3_lightning.serve.prompts import render_prompts
-from eagle3_lightning.serve.results import BenchReport, acceptance_interval, draft_figures, is_near_tie, recommend
+from eagle3_lightning.serve.results import (
+    BenchReport,
+    acceptance_interval,
+    draft_figures,
+    is_near_tie,
+    pooled_acceptance,
+    recommend,
+    speedup,
+)
 from eagle3_lightning.serve.table import as_text
 from eagle3_lightning.summary import update_summary
 from eagle3_lightning.target import inspect_target
@@ -28,7 +36,7 @@ def test_acceptance_length_counts_the_bonus_token() -> None:
     tokens = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
     drafted = make_pass(2.0, tokens, [3, 2], [3, 1, 0], drafts=5)
     plain = make_pass(4.0, tokens, [6, 2], [], drafts=0)
-    figures = draft_figures(3, drafted, plain, [], "bfloat16")
+    figures = draft_figures(3, "p", drafted, plain, [], "bfloat16")
     assert figures.acceptance_length == 1 + 4 / 5
     assert figures.acceptance_per_position == [3 / 5, 1 / 5, 0.0]
     assert (figures.tokens_per_s, figures.plain_tokens_per_s, figures.speedup) == (5.0, 2.5, 2.0)
@@ -37,7 +45,7 @@ def test_acceptance_length_counts_the_bonus_token() -> None:
 
 def test_a_draft_that_never_proposed_accepts_nothing() -> None:
     one = make_pass(1.0, [[1]], [0], [], drafts=0)
-    figures = draft_figures(3, one, one, [], "float32")
+    figures = draft_figures(3, "p", one, one, [], "float32")
     assert (figures.acceptance_length, figures.acceptance_length_ci95) == (1.0, (1.0, 1.0))
 
 
@@ -65,11 +73,11 @@ def test_what_rounding_explains(gap: float, top: list[int], dtype: str, near: bo
 def test_the_widest_gap_comes_first_and_makes_the_verdict() -> None:
     one = make_pass(1.0, [[1, 2]] * 3, [1] * 3, [0, 0, 0], drafts=3)
     differences = [Difference(0, 1, 5, 7, 0.1, [5, 7]), Difference(2, 1, 5, 7, 3.0, [7, 5])]
-    figures = draft_figures(3, one, one, differences, "bfloat16")
+    figures = draft_figures(3, "p", one, one, differences, "bfloat16")
     assert [d.gap for d in figures.differences] == [3.0, 0.1]
     assert (figures.identical, figures.real_differences) == (1, 1)
     report = BenchReport(
-        "d", "t", "p", 3, 2, "bfloat16", "cpu", "0.32.0", [1.0, 1.0], [figures], recommend([figures]), lossless=False
+        "d", "t", 3, 2, "bfloat16", "cpu", "0.32.0", [1.0, 1.0], [figures], recommend([figures]), lossless=False
     )
     text = as_text(report)
     assert "lossless: NO" in text
@@ -81,7 +89,7 @@ def test_advice_by_concurrency() -> None:
     tokens = [[1, 2, 3]]
     plain = [make_pass(1.0, tokens, [2], [], 0, concurrency) for concurrency in (1, 32)]
     figures = [
-        draft_figures(depth, make_pass(seconds, tokens, [1], [1], 1, base.concurrency), base, [], "bfloat16")
+        draft_figures(depth, "p", make_pass(seconds, tokens, [1], [1], 1, base.concurrency), base, [], "bfloat16")
         for depth, times in {2: (0.8, 1.4), 5: (0.5, 2.0)}.items()
         for base, seconds in zip(plain, times, strict=True)
     ]
@@ -134,10 +142,24 @@ def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
 
 def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-prompts = "):
-        BenchOptions(tmp_path, tmp_path / "p", max_prompts=0)
+        BenchOptions(tmp_path, [tmp_path / "p"], max_prompts=0)
 
 
 def test_the_table_ends_with_the_simulated_length_beside_the_served() -> None:
     line = against_simulation({"simulated_tau": 1.53, "served_acceptance_length": 1.5})
     assert line == "simulated tau: 1.530 on the held-out set, +2.0% over the served 1.500"
     assert "without a validation" in against_simulation({"simulated_tau": None, "served_acceptance_length": 1.5})
+
+
+def test_several_files_pool_into_one_figure() -> None:
+    """Rounds count, not files: 1 of 2 rounds and 30 of 10 rounds are 31 of 12."""
+    plain = make_pass(4.0, [[1] * 4], [3], [], 0)
+    figures = [
+        draft_figures(3, name, make_pass(seconds, [[1] * 4], [2], accepted, rounds), plain, [], "bfloat16")
+        for name, seconds, accepted, rounds in (("a", 1.0, [1, 0, 0], 2), ("b", 3.0, [10, 10, 10], 10))
+    ]
+    length, by_position = pooled_acceptance(figures)
+    assert length == pytest.approx(1 + 31 / 12)
+    assert by_position == pytest.approx([11 / 12, 10 / 12, 10 / 12])
+    assert speedup(figures) == pytest.approx(2.0)
+    assert [advice.speedup for advice in recommend(figures)] == [speedup(figures)]

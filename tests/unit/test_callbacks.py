@@ -36,8 +36,8 @@ def make_stats(decode_tokens: int, busy_s: float, wait_s: float) -> DataStats:
 
 def make_report() -> BenchReport:
     one = Pass(4, 2.0, [[1, 2, 3]] * 4, [1] * 4, 4, 12, 4, [2, 1, 1])
-    figures = draft_figures(3, one, replace_pass(one), [], "bfloat16")
-    return BenchReport("d", "t", "p", 4, 3, "bfloat16", "cpu", "0.32.0", [1.0], [figures], [], True)
+    figures = draft_figures(3, "p", one, replace_pass(one), [], "bfloat16")
+    return BenchReport("d", "t", 4, 3, "bfloat16", "cpu", "0.32.0", [1.0], [figures], [], True)
 
 
 def replace_pass(one: Pass) -> Pass:
@@ -185,6 +185,18 @@ def test_the_best_draft_is_replaced_wholly(tmp_path: Path) -> None:
     (export / "config.json").write_text("2")
     keep(export, best)
     assert [(file.name, file.read_text()) for file in best.iterdir()] == [("config.json", "2")]
+
+
+def test_a_failed_copy_leaves_the_best_draft(tmp_path: Path) -> None:
+    export, best = tmp_path / "export", tmp_path / "best"
+    export.mkdir()
+    (export / "config.json").write_text("1")
+    keep(export, best)
+    (export / "gone").symlink_to(tmp_path / "nowhere")  # what cannot be copied
+    with pytest.raises(OSError, match="gone"):
+        keep(export, best)
+    assert [(file.name, file.read_text()) for file in best.iterdir()] == [("config.json", "1")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "export"]
 
 
 def test_versions_name_what_can_change_a_result() -> None:
