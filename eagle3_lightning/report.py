@@ -224,6 +224,8 @@ def _value(value: Any) -> str:
 def _serve(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """The commands that serve the drafts: the best that was measured, and what the training ended with."""
     last = Path(summary.get("export_dir") or run_dir / "export")
+    if not last.is_dir():  # the run was moved
+        last = run_dir / "export"
     parts = []
     for title, export in (("the best measured in vLLM", run_dir / "best"), ("what the training ended with", last)):
         try:

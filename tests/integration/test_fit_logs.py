@@ -204,3 +204,11 @@ def test_the_summary_and_the_report(run_dir: Path) -> None:
     page = (run_dir / "report.html").read_text()
     assert "Tell me about" in page
     assert "vllm serve" in page
+
+
+def test_vllm_holds_as_many_tokens_as_the_plan_says(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"KV cache size: ([\d,]+) tokens", (run_dir / "vllm.log").read_text())
+    assert found
+    assert main(["plan", "--config", str(run_dir.parent / "config.yaml"), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["kv_cache"]["num_tokens"]
+    assert int(found[1].replace(",", "")) == pytest.approx(planned, rel=0.003)  # vLLM's are whole blocks
