@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.tap]
 
 
 def check_states(path, plan, run_dir, **engine):
-    """64 mixed requests in small chunks, answered and prefilled, against Transformers."""
+    """24 mixed requests in small chunks, answered and prefilled, against Transformers."""
     info = read_target(path)
     generator = torch.Generator().manual_seed(3)
-    prompts = random_prompts(info, torch.randint(2, 200, (64,), generator=generator).tolist())
+    prompts = random_prompts(info, torch.randint(2, 200, (24,), generator=generator).tolist())
     with extractor(info, plan, run_dir, max_num_batched_tokens=128, max_num_seqs=16, **engine) as (made, queue):
         print("TAP", made.wait_ready().tap)
-        samples = collect(queue, prompts, 16)
+        samples = collect(queue, prompts, 8)
         samples += collect(queue, [s.token_ids for s in samples], 0, "val")
         for sample in samples:
             reference = reference_states(info.path, sample.token_ids[: sample.num_rows])

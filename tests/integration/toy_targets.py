@@ -73,7 +73,10 @@ ALL: dict[str, Callable[..., Any]] = {
     "gpt_oss": _config(
         "GptOssConfig", head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=64, intermediate_size=64
     ),
-    "gemma2": _config("Gemma2Config", head_dim=32, sliding_window=64, tie_word_embeddings=True),
+    "gemma2": _config(
+        # `hidden_act` as published: vLLM reads it, and this Transformers class does not write it.
+        "Gemma2Config", head_dim=32, sliding_window=64, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
+    ),
     "gemma3": _config("Gemma3TextConfig", head_dim=32, sliding_window=64),
     "deepseek_v2": _config(
         "DeepseekV2Config", topk_method="greedy", norm_topk_prob=False, scoring_func="softmax", **MLA
