@@ -111,9 +111,7 @@ def run_clock(trainer: Trainer) -> Callable[[], float] | None:
     return share
 
 
-def schedule(
-    options: OptimOptions, max_steps: int, clock: Callable[[], float] | None = None
-) -> Callable[[int], float]:
+def schedule(options: OptimOptions, max_steps: int, clock: Callable[[], float] | None = None) -> Callable[[int], float]:
     """Learning rate over its peak, by optimizer step, or by time where the run ends by it.
 
     Args:
