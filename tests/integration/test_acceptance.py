@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,14 @@ from eagle3_lightning.callbacks.acceptance import BEST_DIR, AcceptanceCallback
 from eagle3_lightning.callbacks.export import SUMMARY_FILE, ExportCallback
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.module import Eagle3Module
-from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
+from eagle3_lightning.options import (
+    DraftOptions,
+    EngineOptions,
+    LossOptions,
+    OptimOptions,
+    PromptOptions,
+    TargetOptions,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -71,3 +79,17 @@ def test_a_draft_that_cannot_be_served_does_not_end_the_training(
 def test_missing_prompts_are_refused_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"acceptance\.prompts"):
         AcceptanceCallback(tmp_path / "none").setup(make_trainer(tmp_path, []), make_module(), "fit")
+
+
+def test_the_bench_runs_the_target_as_the_run_does(tmp_path: Path) -> None:
+    acceptance = AcceptanceCallback(tmp_path / "p", gpu_memory_utilization=0.3)
+    trainer = make_trainer(tmp_path, [acceptance])
+    engine = EngineOptions(
+        tensor_parallel_size=2, dtype="float16", gpu_memory_utilization=0.6, extra={"block_size": 32}
+    )
+    prompts = PromptOptions("p", chat_template_kwargs={"enable_thinking": False})
+    trainer.datamodule = SimpleNamespace(engine=engine, prompts=prompts)
+    options = acceptance._bench_options(trainer, make_module(), tmp_path / "export", tmp_path / "p")
+    assert options.engine == replace(engine, gpu_memory_utilization=0.3)
+    assert options.chat_template_kwargs == {"enable_thinking": False}
+    assert options.target == str(TARGET.resolve())
