@@ -28,10 +28,10 @@ peer() {
     "$python" - "$out/export/model.safetensors" "$out" <<'PYTHON'
 import sys
 import numpy as np
-from safetensors.numpy import load_file
-tensors = load_file(sys.argv[1])
-for name in ("d2t", "t2d"):
-    np.save(f"{sys.argv[2]}/{name}.npy", tensors[name])
+from safetensors import safe_open
+with safe_open(sys.argv[1], "numpy") as tensors:
+    for name in ("d2t", "t2d"):
+        np.save(f"{sys.argv[2]}/{name}.npy", tensors.get_tensor(name))
 PYTHON
     # Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted.
     # On SIGTERM it saves and ends; its schedule wants to know in how many steps (PEER_STEPS).
