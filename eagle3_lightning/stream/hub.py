@@ -201,16 +201,18 @@ class Hub:
         except (ChannelClosed, msgspec.DecodeError) as error:
             self._selector.unregister(channel)
             channel.close()
-            self._lost(rank, str(error))
+            self._lost(channel, rank, str(error))
             return
         for message in messages:
-            if rank is None:
-                self._from_producer(message)
-            else:
+            if rank is not None:
                 self._from_rank(message, rank)
+            elif channel is self._producer:  # else words of a dead one, read only when the next had come
+                self._from_producer(message)
 
-    def _lost(self, rank: int | None, reason: str) -> None:
+    def _lost(self, channel: Channel, rank: int | None, reason: str) -> None:
         if rank is None:
+            if channel is not self._producer:
+                return
             self._producer, self.serving = None, False
             if self.failure is None and not self._closing:
                 self.on_producer_lost(self._last_words or "")
@@ -322,10 +324,10 @@ class Hub:
             self._producer.send(message)
 
     def _broadcast(self, message: AnyMessage) -> None:
-        if len(self._ranks) < self._world_size and not isinstance(message, Stats):
-            self._history.append(message)
-        elif self._history:
+        if len(self._ranks) == self._world_size:
             self._history.clear()
+        elif not isinstance(message, Stats):  # the next ones will tell more
+            self._history.append(message)
         for rank, channel in list(self._ranks.items()):
             try:
                 channel.send(message)

@@ -27,7 +27,7 @@ class Bench:
     """A hub with its arena, the queues of some ranks and toy producers."""
 
     def __init__(
-        self, num_blocks=64, world_size=1, window=32, step_timeout_s=20.0, max_dropped_share=0.05, tmp_path=None
+        self, num_blocks=64, world_size=1, window=32, step_timeout_s=20.0, max_dropped_share=0.05, tmp_path=None, late=0
     ):
         self.arena = Arena.create(num_blocks * BLOCK_TOKENS, BLOCK_TOKENS, 2, 4, "float32")
         listen = tmp_path / "hub" if world_size > 1 else None
@@ -44,7 +44,7 @@ class Bench:
         ours, theirs = socket.socketpair()
         self.hub.attach_rank(theirs, 0)
         self.queues = [SampleQueue(ours, self.arena, self.handle)]
-        self.queues += [SampleQueue.connect(self.handle, rank, 0) for rank in range(1, world_size)]
+        self.queues += [SampleQueue.connect(self.handle, rank, 0) for rank in range(1, world_size - late)]
         self.engines = []
 
     def start_producer(self, engine=None, restarts=0):

@@ -1,5 +1,6 @@
 """The queue: order, credits, checks, faults, restarts. Hub, producer loop and arena are real; the engine is a toy."""
 
+import socket
 import threading
 import time
 
@@ -10,7 +11,7 @@ from queue_toy import ToyEngine
 
 from eagle3_lightning.errors import ProducerError, SampleError
 from eagle3_lightning.stream.messages import Dropped
-from eagle3_lightning.stream.queue import FinishedSample
+from eagle3_lightning.stream.queue import FinishedSample, SampleQueue
 
 
 def take_all(queue, stream="train"):
@@ -273,6 +274,33 @@ def test_every_rank_gets_every_sample_and_blocks_are_free_when_all_have_let_go(t
         for thread in threads:
             thread.join(30)
         assert seen == [list(range(5, 105))] * 3
+
+
+def test_a_rank_that_comes_late_has_missed_nothing(tmp_path):
+    with bench(world_size=2, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        b.queues[0].feed("train", (request(i) for i in range(10)))
+        items = take_all(b.queues[0])
+        deadline_s = time.monotonic() + 10
+        while not b.queues[0].stats().producer.decode_tokens and time.monotonic() < deadline_s:
+            time.sleep(0.05)  # counters go to those who are there, and nothing else may be forgotten with them
+        b.queues.append(SampleQueue.connect(b.handle, 1, 0))
+        assert b.queues[1].wait_ready(5.0).tap == "toy"
+        assert [item.token_ids for item in take_all(b.queues[1])] == [item.token_ids for item in items]
+
+
+def test_the_end_of_a_dead_producer_is_not_taken_for_that_of_the_next():
+    with bench() as b:
+        lost: list[str] = []
+        b.hub.on_producer_lost = lost.append
+        b.start_producer()
+        b.queues[0].wait_ready(10.0)
+        first = b.producer_socket
+        b.start_producer(restarts=1)  # the hub has not read the end of the first yet
+        first.shutdown(socket.SHUT_RDWR)
+        b.queues[0].feed("train", (request(i) for i in range(10)))
+        assert [item.index for item in take_all(b.queues[0])] == list(range(10))
+        assert not lost
 
 
 def test_a_rank_that_leaves_ends_the_others(tmp_path):
