@@ -39,7 +39,7 @@ bench-ddp:       ## training on two GPUs against one, on a CUDA host (its own Py
 	@python3 scripts/bench_ddp.py
 
 bench-extract:   ## plain vLLM, the tap and vLLM's own extraction, on a CUDA host (its own Python)
-	@python3 scripts/bench_extract.py
+	@python3 scripts/bench_extract.py --shared
 
 lint: setup      ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check .

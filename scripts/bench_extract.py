@@ -4,7 +4,11 @@ Each variant has a process of its own, one after the other, with the same engine
 are random too: only shapes matter for speed. Prefill is 96 prompts of 2,048 tokens with one token asked for, decode is
 256 answers of 256 tokens at once. The tap writes its rows to an arena; each finished sample's blocks are used again.
 
-    python scripts/bench_extract.py --runner v2 --variants plain,tap,native --passes 2 --json bench.json
+`--shared` then puts a trainer on the tap's GPU (the step of `bench_train.py`, 8B shape, in a process of its own): as
+many tokens as a prefill pass has are made and, at the same time, trained on. Sharing the GPU perfectly, both take as
+long together as one after the other.
+
+    python scripts/bench_extract.py --runner v2 --variants plain,tap,native --passes 2 --shared --json bench.json
 """
 
 import argparse
@@ -43,6 +47,7 @@ LOADS = {  # prompts, tokens of each, tokens answered
     "small": {"prefill": (8, 256, 1), "decode": (16, 16, 32)},
 }
 VARIANTS = ("plain", "aux", "tap", "native")
+SHARED_PASSES = 4  # prefill passes and as many tokens of training, alone and together
 
 
 def write_config(shape: str, directory: Path) -> int:
@@ -204,7 +209,106 @@ def measure(variant: str, shape: str, load: str, passes: int) -> Iterator[dict[s
                 yield {"variant": variant, "load": name, "tokens_per_s": round(num_tokens / seconds, 1)}
         config = bench.engine.vllm_config.cache_config
         yield {"variant": variant, "num_kv_blocks": config.num_gpu_blocks, "kv_block_tokens": config.block_size}
+        num_prompts, prompt_tokens, answer_tokens = LOADS[load]["prefill"]
+        for _ in sys.stdin:  # a line for each turn
+            started_s = time.time()
+            for _ in range(SHARED_PASSES):
+                seed += 1
+                bench.run(num_prompts, prompt_tokens, answer_tokens, seed)
+            yield {"variant": variant, "turn_s": [started_s, time.time()]}
         bench.engine.engine_core.shutdown()
+
+
+def train(shape: str, load: str) -> Iterator[dict[str, Any]]:
+    """The trainer: as many tokens a turn as the producer makes in one."""
+    import torch
+    from bench_train import Turn, our_step
+    from train_cases import CASES, make_batches
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = CASES[0]
+    if shape == "toy":
+        from bench_ddp import make_case
+
+        case = make_case("tiny")
+    step, _ = our_step(case, device)
+    turn = Turn(step, make_batches(case, device))
+    num_prompts, prompt_tokens, _ = LOADS[load]["prefill"]
+    num_steps = SHARED_PASSES * num_prompts * prompt_tokens // case.tokens
+    for i in range(4):
+        turn(i).item()
+    yield {"trainer": "ready", "steps": num_steps}
+    for _ in sys.stdin:
+        started_s = time.time()
+        for i in range(num_steps):
+            loss = turn(i)
+        loss.item()
+        yield {"trainer": case.name, "turn_s": [started_s, time.time()]}
+
+
+class Child:
+    """A process of this script that takes turns."""
+
+    def __init__(self, options: argparse.Namespace, what: str, environment: dict[str, str]) -> None:
+        """Start it."""
+        command = [sys.executable, __file__, "--child", what, "--shape", options.shape, "--load", options.load]
+        command += ["--passes", str(options.passes)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def results(self, until: str | None = None) -> Iterator[dict[str, Any]]:
+        """What it says, up to a message that has `until`, or to its end."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                result = json.loads(line.removeprefix("RESULT "))
+                print(result, flush=True)
+                yield result
+                if until is not None and until in result:
+                    return
+
+    def go(self) -> None:
+        """Give it a turn."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def turn(self) -> list[float]:
+        """Start and end of the turn that it was given."""
+        for result in self.results("turn_s"):
+            if "turn_s" in result:
+                return list(result["turn_s"])
+        sys.exit("a process of the shared measurement ended before its turn was over")
+
+    def end(self) -> None:
+        """Let it end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def share_gpu(options: argparse.Namespace, producer: Child, environment: dict[str, str]) -> dict[str, float]:
+    """Producer alone, trainer alone, both at once."""
+    trainer = Child(options, "trainer", environment)
+    if not list(trainer.results("trainer")):
+        sys.exit("the trainer of the shared measurement did not start")
+    seconds = []
+    for child in (producer, trainer):
+        child.go()
+        begin, end = child.turn()
+        seconds.append(end - begin)
+    producer.go()
+    trainer.go()
+    turns = [child.turn() for child in (producer, trainer)]
+    trainer.end()
+    together = max(end for _, end in turns) - min(begin for begin, _ in turns)
+    return {
+        "producer_s": seconds[0],
+        "trainer_s": seconds[1],
+        "together_s": together,
+        "of_ideal": sum(seconds) / together,
+    }
 
 
 def table(results: list[dict[str, Any]], variants: list[str]) -> str:
@@ -236,10 +340,16 @@ def main() -> int:
     parser.add_argument("--load", choices=sorted(LOADS), default="full")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", action="store_true", help="also put a trainer on the tap's GPU")
+    parser.add_argument("--child", choices=[*VARIANTS, "trainer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        for result in measure(options.child, options.shape, options.load, options.passes):
+        child = (
+            train(options.shape, options.load)
+            if options.child == "trainer"
+            else measure(options.child, options.shape, options.load, options.passes)
+        )
+        for result in child:
             print("RESULT", json.dumps(result), flush=True)
         return 0
     variants = options.variants.split(",")
@@ -247,19 +357,22 @@ def main() -> int:
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiling it takes minutes
     if options.runner != "default":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
-    results = []
+    results, shared = [], None
     for variant in variants:
-        command = [sys.executable, __file__, "--child", variant, "--shape", options.shape, "--load", options.load]
-        command += ["--passes", str(options.passes)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith("RESULT "):
-                    results.append(json.loads(line.removeprefix("RESULT ")))
-                    print(options.runner, results[-1], flush=True)
+        child = Child(options, variant, environment)
+        results += child.results("num_kv_blocks")
+        if options.shared and variant == "tap":
+            shared = share_gpu(options, child, environment)
+        child.end()
+    print(f"runner: {options.runner}")
     print(table(results, variants))
+    if shared:
+        print(
+            f"one GPU for both: producer {shared['producer_s']:.2f} s and trainer {shared['trainer_s']:.2f} s alone, "
+            f"{shared['together_s']:.2f} s together, {shared['of_ideal']:.1%} of the time-shared ideal"
+        )
     if options.json:
-        options.json.write_text(json.dumps({"runner": options.runner, "results": results}, indent=1))
+        options.json.write_text(json.dumps({"runner": options.runner, "results": results, "shared": shared}, indent=1))
     return 0
 
 

@@ -54,15 +54,14 @@ def timed(step: Callable[[int], object], count: int, warm: int) -> list[float]:
 Step = Callable[[Eagle3Batch], Tensor]
 
 
-def our_step(case: Case) -> tuple[Step, Callable[[], int]]:
+def our_step(case: Case, device: str = "cuda") -> tuple[Step, Callable[[], int]]:
     """A step, and a count of compiled kernels."""
-    from eagle3_lightning.draft import adamw, flash, kernels, kl, same_slot
     from eagle3_lightning.draft.model import Eagle3Draft
     from eagle3_lightning.draft.ttt import ttt_loss
     from eagle3_lightning.optim import StepGuard, build_optimizer, scale_gradients
     from eagle3_lightning.options import LossOptions, OptimOptions
 
-    with torch.device("cuda"):
+    with torch.device(device):
         draft = Eagle3Draft(case.config(), torch.bfloat16)
         draft.embed_tokens.weight.normal_()
         teacher_head = torch.randn(32000, case.config().hidden_size, dtype=torch.bfloat16) if case.train_head else None
@@ -73,7 +72,7 @@ def our_step(case: Case) -> tuple[Step, Callable[[], int]]:
         assert batch.plan is not None
         loss = ttt_loss(draft, batch, batch.plan, options, torch.bfloat16, teacher_head).loss
         loss.backward()
-        supervised = torch.full((), float(batch.plan.num_supervised), device="cuda")
+        supervised = torch.full((), float(batch.plan.num_supervised), device=device)
         scale_gradients(optimizer, 1 / supervised, clip_norm=1.0)
         guard.check(optimizer, loss.detach(), supervised, 0, batch.sample_ids)
         optimizer.step()
@@ -81,6 +80,8 @@ def our_step(case: Case) -> tuple[Step, Callable[[], int]]:
         return loss.detach() / supervised
 
     def compiled() -> int:
+        from eagle3_lightning.draft import adamw, flash, kernels, kl, same_slot
+
         functions = [
             f for m in (adamw, flash, kernels, kl, same_slot) for f in vars(m).values() if hasattr(f, "device_caches")
         ]
