@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from eagle3_lightning.errors import SampleError
@@ -48,7 +49,7 @@ class DiskFeed:
         self._load, self._pack_tokens, self._max_dropped_share = load, pack_tokens, max_dropped_share
         self._next: dict[Stream, int] = {}
         self._stop: dict[Stream, int | None] = {}
-        self._taken = 0
+        self._taken = self._cut = 0
         self._dropped: Counter[DropReason] = Counter()
         self._names: dict[DropReason, list[str]] = {}
 
@@ -66,6 +67,10 @@ class DiskFeed:
         if index == self._stop[stream]:
             return None
         self._next[stream] = index + 1
+        return self.take(stream, index)
+
+    def take(self, stream: Stream, index: int) -> AnySample | Dropped:
+        """One sample, counted."""
         item = self._load(stream, index)
         if not isinstance(item, Dropped) and item.num_rows - 1 > self._pack_tokens:
             detail = f"{item.num_rows} tokens are over data.batch.pack_tokens = {self._pack_tokens}"
@@ -74,11 +79,13 @@ class DiskFeed:
             self._count(item)
         else:
             self._taken += 1
+            self._cut += _was_cut(item)
         return item
 
     def discard(self, sample: AnySample, reason: DropReason, detail: str) -> None:
         """Count a sample that cannot be trained on after all."""
         self._taken -= 1
+        self._cut -= _was_cut(sample)
         self._count(Dropped(sample.stream, sample.index, sample.name, reason, detail))
 
     def keep(self, pack: Sequence[AnySample]) -> None:
@@ -90,7 +97,7 @@ class DiskFeed:
     def stats(self) -> QueueStats:
         """The counters as of now."""
         dropped, names = dict(self._dropped), {reason: list(n) for reason, n in self._names.items()}
-        return QueueStats(0, 0, 0, 0.0, self._taken, 0, 0, dropped, names, Stats(), 0)
+        return QueueStats(0, 0, 0, 0.0, self._taken, self._cut, 0, dropped, names, Stats(), 0)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -114,6 +121,10 @@ class DiskFeed:
             )
 
 
+def _was_cut(sample: AnySample) -> bool:
+    return sample.finish_reason == "length" and len(sample.token_ids) > sample.prompt_tokens
+
+
 class QueueFeed:
     """Samples that vLLM makes, and those of a store beside them."""
 
@@ -133,7 +144,7 @@ class QueueFeed:
             extractor: on rank 0, which feeds; None on the others.
             streams: the requests.
             store: keeps what is made; None keeps nothing.
-            disk: reads the store once it is complete.
+            disk: reads the store.
             alone: there is no other rank, which might still read the arena when this one is through with it.
         """
         self.ready: Ready | None = None
@@ -175,7 +186,8 @@ class QueueFeed:
         if item is None and stream == "train":
             return self._go_on_from_disk()
         if isinstance(item, Stored):
-            return self._store.load(stream, self._streams[stream].row_id(item.index), item.index)
+            assert self._disk is not None
+            return self._disk.take(stream, item.index)
         if isinstance(item, Dropped) and self._extractor is not None:
             self._store.drop(self._streams[stream].row_id(item.index), item)
         return item
@@ -187,6 +199,8 @@ class QueueFeed:
             self._store.drop(row, Dropped(sample.stream, sample.index, sample.name, reason, detail))
         if isinstance(sample, FinishedSample):
             self._queue.discard(sample, reason, detail)
+        elif self._disk is not None:
+            self._disk.discard(sample, reason, detail)
 
     def keep(self, pack: Sequence[AnySample]) -> None:
         """Write the samples of a pack, which have not given their rows back, to the store."""
@@ -201,8 +215,15 @@ class QueueFeed:
         self._assembled = next_sample
 
     def stats(self) -> QueueStats:
-        """The counters as of now."""
-        return self._queue.stats()
+        """The counters as of now, samples from the disk included."""
+        made = self._queue.stats()
+        if self._disk is None:
+            return made
+        read = self._disk.stats()
+        dropped = dict(Counter(made.dropped) + Counter(read.dropped))
+        names = {r: [*made.dropped_names.get(r, ()), *read.dropped_names.get(r, ())][:_NUM_NAMED] for r in dropped}
+        taken, cut = made.taken + read.taken, made.cut + read.cut
+        return replace(made, taken=taken, cut=cut, dropped=dropped, dropped_names=names)
 
     def close(self) -> None:
         """End every wait; the engine is ended by `join`, when nobody reads the arena any more."""

@@ -164,7 +164,10 @@ class DataOpener:
             sampling=sampling_fingerprint(self._options.sampling),
         )
         norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
-        store = SampleStore(self._options.cache, facts, norm, self._dtype)
+        o = self._options
+        limits = (o.engine.max_model_len, o.batch.pack_tokens, o.queue.capacity_tokens)
+        num_writers = 1 if self._trainer is None else self._trainer.world_size
+        store = SampleStore(o.cache, facts, norm, self._dtype, limits, num_writers)
         load: Loader = lambda stream, index: store.load(stream, streams[stream].row_id(index), index)  # noqa: E731
         return store, DiskFeed(load, self._options.batch.pack_tokens, self._options.queue.max_dropped_share)
 

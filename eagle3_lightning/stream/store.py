@@ -28,7 +28,8 @@ OPTION = "data.cache.dir"
 FORMAT = 1
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
-# Reasons that lie in the sample; the others (an engine that died) may not come again.
+# Reasons that lie in the sample; the others (an engine that died) may not come again. `too_long` holds under the same
+# limits alone.
 _LASTING: tuple[DropReason, ...] = ("bad_record", "too_long", "empty_mask", "non_finite")
 
 
@@ -62,7 +63,15 @@ class StoreFacts:
 class SampleStore:
     """Opens a directory, or makes it. Ranks share it: a file is there or not, never half."""
 
-    def __init__(self, options: CacheOptions, facts: StoreFacts, norm: FinalNorm, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        options: CacheOptions,
+        facts: StoreFacts,
+        norm: FinalNorm,
+        dtype: torch.dtype,
+        limits: tuple[int, ...] = (),
+        num_writers: int = 1,
+    ) -> None:
         """Read what is there.
 
         Args:
@@ -70,6 +79,8 @@ class SampleStore:
             facts: of this run.
             norm: the target's last.
             dtype: of the rows that are read.
+            limits: lengths of this run; a row that was too long under others may be made now.
+            num_writers: ranks that write to it, about as much each.
 
         Raises:
             ConfigError: the directory holds the states of something else, or is not a store.
@@ -78,9 +89,10 @@ class SampleStore:
         self.directory = options.dir
         self._norm, self._dtype, self._fp8 = norm, dtype, options.dtype == "fp8"
         self._max_bytes = int(options.max_gib * 2**30)
+        self._limits, self._num_writers = list(limits), num_writers
         self._check_facts(facts)
         self._rows: dict[Stream, set[int]] = {}
-        self._added: set[Stream] = set()
+        self._indexed: dict[Stream, set[int]] = {}  # rows at the opening, or at the last `write_indexes`
         self._dropped: dict[Stream, dict[int, Dropped]] = {}
         self.num_bytes = 0
         for stream in ("train", "val"):
@@ -117,30 +129,41 @@ class SampleStore:
         """Keep a sample, if there is room."""
         if self.is_full or self.has(sample.stream, row):
             return
-        self.num_bytes += write_sample(self._path(sample.stream, row), sample, self._norm, self._fp8)
+        size_bytes = write_sample(self._path(sample.stream, row), sample, self._norm, self._fp8)
+        self.num_bytes += size_bytes * self._num_writers  # the others' samples are not seen from here
         self._rows[sample.stream].add(row)
-        self._added.add(sample.stream)
+        if self.num_bytes >= self._max_bytes:
+            _log.warning("%s has reached data.cache.max_gib: it keeps no further samples", self.directory)
 
     def drop(self, row: int, dropped: Dropped) -> None:
         """Remember that a row cannot be made, if the reason is one that lasts."""
         if dropped.reason not in _LASTING or row in self._dropped[dropped.stream]:
             return
         self._dropped[dropped.stream][row] = dropped
-        line = {"row": row, "name": dropped.name, "reason": dropped.reason, "detail": dropped.detail}
+        line = {
+            "row": row,
+            "name": dropped.name,
+            "reason": dropped.reason,
+            "detail": dropped.detail,
+            "limits": self._limits,
+        }
         with (self.directory / dropped.stream / "dropped.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def write_indexes(self) -> None:
-        """Write the data sets that speculators reads the files with, where rows were added; row i belongs to hs_i.
+        """Write the data sets that speculators reads the files with, where rows came; row i belongs to hs_i.
 
+        The rows of all ranks that are on disk by now are in it.
         Rows that are not there get one token and no supervision, so that the numbers agree.
         """
         if find_spec("datasets") is None:
             _log.info("%s has no index for speculators: the package `datasets` is not installed", self.directory)
             return
-        for stream in sorted(self._added):
-            self._write_index(stream)
-        self._added.clear()
+        for stream, indexed in self._indexed.items():
+            self._rows[stream] = {row for row, _ in self._files(stream)}
+            if self._rows[stream] - indexed:
+                self._write_index(stream)
+                self._indexed[stream] = set(self._rows[stream])
 
     def _write_index(self, stream: Stream) -> None:
         import datasets
@@ -164,16 +187,23 @@ class SampleStore:
         return self.directory / stream / "hidden_states" / f"hs_{row}.safetensors"
 
     def _scan(self, stream: Stream) -> None:
-        place = self.directory / stream / "hidden_states"
-        place.mkdir(parents=True, exist_ok=True)
-        entries = [(found, entry) for entry in os.scandir(place) if (found := _FILE.fullmatch(entry.name))]
-        self._rows[stream] = {int(found[1]) for found, _ in entries}
-        self.num_bytes += sum(entry.stat().st_size for _, entry in entries)
+        (self.directory / stream / "hidden_states").mkdir(parents=True, exist_ok=True)
+        files = self._files(stream)
+        self._rows[stream] = {row for row, _ in files}
+        self._indexed[stream] = set(self._rows[stream])
+        self.num_bytes += sum(entry.stat().st_size for _, entry in files)
         self._dropped[stream] = {}
-        if (file := place.parent / "dropped.jsonl").exists():
+        if (file := self.directory / stream / "dropped.jsonl").exists():
             for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+                if line["reason"] == "too_long" and line.get("limits") != self._limits:
+                    continue
                 dropped = Dropped(stream, line["row"], line["name"], line["reason"], line["detail"])
                 self._dropped[stream][line["row"]] = dropped
+
+    def _files(self, stream: Stream) -> list[tuple[int, os.DirEntry[str]]]:
+        """Rows that are on disk now, with their files."""
+        entries = os.scandir(self.directory / stream / "hidden_states")
+        return [(int(found[1]), entry) for entry in entries if (found := _FILE.fullmatch(entry.name))]
 
     def _check_facts(self, facts: StoreFacts) -> None:
         file = self.directory / "cache.json"

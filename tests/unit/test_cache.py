@@ -1,7 +1,6 @@
 """Samples on disk: bit for bit, or near in fp8; capped, refused where they do not belong, and later without vLLM."""
 
 import dataclasses
-import json
 import threading
 
 import lightning.pytorch as pl
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_datamodule import Recorder, write_prompts
-from toy_engine import NUM_LAYERS, ToyDataModule, states
+from toy_engine import HIDDEN, ToyDataModule, states
 from toy_target import make_target
 
 from eagle3_lightning.errors import ConfigError
@@ -23,6 +22,8 @@ from eagle3_lightning.options import (
     TargetOptions,
 )
 from eagle3_lightning.stream.files import FinalNorm, StoredSample, _decode, _encode, write_sample
+from eagle3_lightning.stream.messages import Dropped
+from eagle3_lightning.stream.store import SampleStore, StoreFacts
 from eagle3_lightning.target import inspect_target, load_final_norm
 
 NUM_PROMPTS = 30
@@ -55,6 +56,14 @@ def make_data(target, tmp_path):
         )
 
     return make
+
+
+class Counted(ToyDataModule):
+    """Remembers the counters at the end, when they are gone with the feed."""
+
+    def teardown(self, stage):
+        self.last = self.stats().queue
+        super().teardown(stage)
 
 
 class Full(Recorder):
@@ -179,6 +188,72 @@ def test_states_to_validate_on_stand_beside_no_prompts(make_data, tmp_path):
         fit(make_data(prompts=prompts, dir=None), max_epochs=1)
 
 
+def test_samples_from_the_disk_are_counted_and_their_length_is_checked(make_data, tmp_path):
+    """Where vLLM makes the others, too."""
+    fit(make_data(), max_steps=3)
+    stored = sorted((tmp_path / "cache/train/hidden_states").glob("hs_*"))
+    assert 3 < len(stored) < NUM_PROMPTS
+    long = Made()
+    long.token_ids, long.num_rows, long.spans = list(range(200)), 200, [(2, 200)]
+    write_sample(stored[0], long, FinalNorm(torch.ones(HIDDEN), 1e-5), fp8=False)
+    data = make_data(Counted)
+    module = fit(data)
+    assert data.last.dropped["too_long"] >= 1
+    assert "200 tokens are over data.batch.pack_tokens = 160" in data.last.dropped_names["too_long"][0]
+    trained = sum(len(batch.sample_ids) for batch in module.batches)
+    assert trained == NUM_PROMPTS - 1 - sum(n for why, n in data.last.dropped.items() if why == "empty_mask")
+    assert data.last.taken >= trained
+
+
+# ---- the store -----------------------------------------------------------------------------------------------------
+
+
+def make_store(directory, limits=(512, 160), num_writers=1, max_gib=1.0):
+    facts = StoreFacts("t", (1, 2, 3), 4, HIDDEN, "float32", "tokenizer", "template", "prompts", "sampling")
+    norm = FinalNorm(torch.ones(HIDDEN), 1e-5)
+    return SampleStore(CacheOptions(directory, max_gib), facts, norm, torch.float32, limits, num_writers)
+
+
+class Made:
+    """A sample as `SampleStore.write` reads it."""
+
+    stream, name, finish_reason, prompt_tokens, num_rows = "train", "made", "stop", 2, 5
+    token_ids, spans = [1, 2, 3, 4, 5], [(2, 5)]
+
+    def rows(self):
+        return states(self.token_ids)
+
+
+def test_the_index_holds_what_every_rank_has_written(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    first, second = make_store(tmp_path / "s"), make_store(tmp_path / "s")
+    first.write(0, Made())
+    second.write(1, Made())
+    first.write_indexes()
+    table = datasets.load_from_disk(str(tmp_path / "s/train"))
+    assert table["seq_len"] == [5, 5] and [sum(mask) for mask in table["loss_mask"]] == [3, 3]
+
+
+def test_the_size_is_that_of_all_ranks_and_its_limit_is_told(tmp_path, caplog):
+    size_bytes = write_sample(tmp_path / "one", Made(), FinalNorm(torch.ones(HIDDEN), 1e-5), fp8=False)
+    max_gib = 3.5 * size_bytes / 2**30
+    stores = [make_store(tmp_path / "s", num_writers=2, max_gib=max_gib) for _ in range(2)]
+    for row in range(20):
+        stores[row % 2].write(row, Made())
+    assert len(list(tmp_path.glob("s/train/hidden_states/hs_*"))) == 4
+    assert caplog.text.count("has reached data.cache.max_gib") == 2  # each rank says it once
+
+
+def test_a_row_that_was_too_long_is_tried_again_under_other_limits(tmp_path):
+    store = make_store(tmp_path / "s")
+    store.drop(3, Dropped("train", 3, "s3", "too_long", "over data.batch.pack_tokens = 160"))
+    store.drop(4, Dropped("train", 4, "s4", "bad_record", "no messages"))
+    for limits, known in (((512, 160), True), ((512, 320), False)):
+        again = make_store(tmp_path / "s", limits)
+        assert again.has("train", 3) is known
+        assert again.has("train", 4)
+
+
 # ---- the files -----------------------------------------------------------------------------------------------------
 
 
@@ -267,12 +342,9 @@ def test_a_broken_file_is_dropped_by_name(make_data, tmp_path, caplog):
     assert broken.name in caplog.text
     assert len({i for b in module.batches for i in b.sample_ids}) >= NUM_PROMPTS - 8
     assert not list(tmp_path.glob("cache/*/*/.hs_*"))  # nothing half-written stays
-    assert NUM_LAYERS == 4
 
 
 def test_a_sample_file_names_what_it_lacks(tmp_path):
     save_file({"hidden_states": torch.zeros(3, 4, 8), "token_ids": torch.arange(2)}, tmp_path / "hs_0.safetensors")
     with pytest.raises(ValueError, match="2 token ids and 3 rows"):
         StoredSample(tmp_path / "hs_0.safetensors", "train", 0, FinalNorm(torch.ones(8), 1e-5), torch.float32)
-    assert json.dumps({}) == "{}"
-    assert callable(write_sample)
