@@ -248,8 +248,12 @@ def main() -> int:
     spec = msgspec.json.decode(parser.parse_args().spec.read_bytes(), type=ProducerSpec)
     watch(spec.trainer_pid, os.getpid(), Path(spec.private_dir))
     channel = Channel(socket.socket(fileno=spec.socket_fd))
-    prepare_environment(spec.engine, spec.trainer_pid, Path(spec.private_dir))
-    return serve(channel, lambda: _start_vllm(spec, channel))
+
+    def start() -> tuple[Engine, Arena, Ready]:
+        prepare_environment(spec.engine, spec.trainer_pid, Path(spec.private_dir))
+        return _start_vllm(spec, channel)
+
+    return serve(channel, start)
 
 
 if __name__ == "__main__":

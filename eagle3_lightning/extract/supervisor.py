@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-import eagle3_lightning
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.engine import EngineSettings, check_extra
+from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.producer import ProducerSpec
 from eagle3_lightning.extract.watchdog import kill_group, wait_group
 from eagle3_lightning.layers import LayerPlan
@@ -37,17 +37,6 @@ TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
 # A socket's path has at most 107 bytes, and vLLM appends a UUID to our eagle3-xxxxxxxx.
 MAX_SOCKET_DIR_BYTES = 107 - len("/eagle3-xxxxxxxx/") - 36
-# Of a distributed launcher: they describe the trainer, and torch or vLLM in the producer would take them for its own.
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 class Extractor:
@@ -220,10 +209,7 @@ class Extractor:
         )
         spec_path = self._private_dir / "spec.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
-        environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-        package_root = str(Path(eagle3_lightning.__file__).parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
-        environment["PYTHONUNBUFFERED"] = "1"
+        environment = child_environment()
         # OpenMP reads these once, when the producer's imports load torch. Its threads share the cores with the trainer:
         # one that waits for the others must let go of its core.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")

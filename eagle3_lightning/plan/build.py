@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.layers import LayerPlan, plan_layers
@@ -10,7 +9,7 @@ from eagle3_lightning.plan.memory import GIB, Item, Precision, engine_items, tra
 from eagle3_lightning.plan.run import PlanOptions, Run
 from eagle3_lightning.plan.shape import TargetShape, read_shape
 from eagle3_lightning.plan.speed import Lengths, Producer, Rates, Trainer, estimate_producer, estimate_trainer
-from eagle3_lightning.stream.arena import ArenaLayout
+from eagle3_lightning.stream.arena import ArenaLayout, available_memory_bytes
 
 H200 = Rates(745e12, 4.8e12, "one H200: 745 TFLOP/s measured (docs/training.md), 4.8 TB/s by its data sheet")
 DEFAULT_BATCHED_TOKENS = 8192  # of vLLM on a large GPU, where nothing is given
@@ -224,7 +223,7 @@ def _place(
     if run.on_cpu:
         kv = Item("KV cache, data.engine.kv_cache_gib", run.engine.kv_cache_gib * GIB)
         items = (*engine.items, kv, *trainer, *host)
-        available = options.host_memory_gib * GIB if options.host_memory_gib else _free_host_bytes()
+        available = options.host_memory_gib * GIB if options.host_memory_gib else float(available_memory_bytes())
         remedies = ("lower data.engine.kv_cache_gib, data.queue.capacity_tokens or data.batch.pack_tokens",)
         return (Device("host", available, (Budget("everything", available, items, remedies),)),)
     return (*_gpus(run, options, engine, cache, trainer), Device(
@@ -285,10 +284,3 @@ def _host_items(run: Run, shape: TargetShape, arena: ArenaLayout, ranks: int) ->
         size = shape.info.vocab_size * shape.info.hidden_size * _value_bytes(shape.info.dtype)
         items.insert(1, Item("the target's lm_head, for logged steps", ranks * size))
     return items
-
-
-def _free_host_bytes() -> float | None:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return None

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from eagle3_lightning.errors import ProducerError
+from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.watchdog import kill_group, wait_group
 from eagle3_lightning.serve.messages import DONE, START_STAGES, EngineJob, EngineResult, Progress
 
@@ -55,7 +56,7 @@ def run_engine(
             stderr=log,
             pass_fds=[write_fd],
             start_new_session=True,  # its own group, so that it can be killed wholly; Ctrl-C reaches it through us
-            env=os.environ | job.env,
+            env=child_environment() | job.env,
         )
         try:
             os.close(write_fd)

@@ -1,5 +1,7 @@
 """What the Extractor refuses before vLLM is started, and how the versions of vLLM are told apart."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import metadata
 
@@ -8,7 +10,8 @@ from toy_target import make_target
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import engine as engine_module
-from eagle3_lightning.extract import supervisor, versions
+from eagle3_lightning.extract import versions
+from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.supervisor import Extractor
 from eagle3_lightning.layers import LayerPlan
 from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions, TargetOptions
@@ -105,5 +108,12 @@ def test_a_runner_without_states_is_refused(monkeypatch, tmp_path):
         engine_module.prepare_environment(settings, 1, tmp_path)
 
 
-def test_a_launchers_variables_do_not_reach_vllm():
-    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(supervisor._LAUNCHER_VARIABLES)
+def test_a_launchers_variables_do_not_reach_vllm(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OURS"):
+        monkeypatch.setenv(name, "1")
+    code = "import os, eagle3_lightning; print(sorted({'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'OURS'} & "
+    code += "set(os.environ)))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment(), cwd="/", capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "['OURS']\n"
