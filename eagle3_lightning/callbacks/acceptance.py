@@ -75,11 +75,12 @@ class AcceptanceCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best served acceptance length so far, so that a resumed run does not lose its best draft."""
-        return {"best": self.best}
+        return {"best": self.best, "measured_step": self._measured_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.best = state_dict["best"]
+        self._measured_step = state_dict.get("measured_step", 0)  # else its first micro-batch would measure it again
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

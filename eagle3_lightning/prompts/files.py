@@ -25,6 +25,12 @@ _BLOCK_BITS = 4096
 MAX_CHECKED_RECORDS = 100_000  # deeper checks than JSON cost a second per million
 MAX_NAMED_FAULTS = 5
 
+
+def fields_key(fields: Mapping[str, str]) -> bytes:
+    """Of the names of the keys, which decide what a row holds as much as its bytes do; empty where none are given."""
+    return json.dumps(dict(fields), sort_keys=True).encode() if fields else b""
+
+
 # Decides from a row's bytes whether it belongs to the rows that are asked for (the train/validation split).
 Keep = Callable[[bytes], bool]
 
@@ -91,11 +97,11 @@ class JsonlSource:
         return self._parse(line, line_number)
 
     def fingerprint(self) -> str:
-        """Of the bytes of the lines that belong to this source."""
+        """Of the bytes of the lines that belong to this source, and of `fields`."""
         return self._fingerprint
 
     def _scan(self, keep: Keep | None) -> str:
-        digest, offset, checked = hashlib.blake2b(digest_size=16), 0, 0
+        digest, offset, checked = hashlib.blake2b(fields_key(self._fields), digest_size=16), 0, 0
         for number, line in enumerate(self._file):
             if number % self._stride == 0 and number:
                 self._offsets.append(offset)
@@ -197,7 +203,8 @@ class JsonSource:
             ) from error
         kept = [(number, data) for number, data in encoded if keep is None or keep(data)]
         self._rows = [(number, content[number]) for number, _ in kept]
-        self._fingerprint = hashlib.blake2b(b"\n".join(data for _, data in kept), digest_size=16).hexdigest()
+        rows = b"\n".join(data for _, data in kept)
+        self._fingerprint = hashlib.blake2b(fields_key(self._fields) + rows, digest_size=16).hexdigest()
         for row in range(len(self._rows)):
             try:
                 self.read(row)
@@ -214,5 +221,5 @@ class JsonSource:
         return parse_record(raw, f"{self.label}, item {number + 1}", self._fields)
 
     def fingerprint(self) -> str:
-        """Of the objects that belong to this source."""
+        """Of the objects that belong to this source, and of `fields`."""
         return self._fingerprint

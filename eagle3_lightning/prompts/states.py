@@ -1,6 +1,7 @@
 """Stored states as streams of samples, in place of prompts: the same order, split and epochs."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -73,7 +74,7 @@ def open_states(
     """
     train, val = as_sources(prompts.train, TRAIN), as_sources(prompts.val, VAL)
     for options in (*train, *val):
-        if not holds_states(_path(options.path)):
+        if not holds_states(Path(options.path).expanduser()):
             raise ConfigError(TRAIN, options.path, "it stands beside stored states and holds none",
                               "Train on one or the other.")  # fmt: skip
     chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
@@ -90,9 +91,3 @@ def open_states(
     if prompts.max_val_samples > 0 and held_out:
         streams["val"] = StateStream("val", held_out, None, chat, VAL_SEED)
     return streams  # type: ignore[return-value]
-
-
-def _path(path: str):  # type: ignore[no-untyped-def]
-    from pathlib import Path
-
-    return Path(path).expanduser()

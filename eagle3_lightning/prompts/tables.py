@@ -13,7 +13,7 @@ import msgspec
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
-from eagle3_lightning.prompts.files import MAX_CHECKED_RECORDS, Faults, Keep
+from eagle3_lightning.prompts.files import MAX_CHECKED_RECORDS, Faults, Keep, fields_key
 from eagle3_lightning.prompts.records import Record, RecordError, parse_record
 
 _SHUFFLE_BUFFER_ROWS = 10_000
@@ -57,9 +57,10 @@ class TableSource:
         return parse_record(_without_nulls(self._table[number]), f"{self.label}, row {number + 1}", self._fields)
 
     def fingerprint(self) -> str:
-        """As `datasets` computes it, from files and transformations."""
+        """As `datasets` computes it, from files and transformations; and of `fields`."""
         kept = "all" if self._kept is None else str(len(self._kept))
-        return hashlib.blake2b(f"{self._table._fingerprint}/{kept}".encode(), digest_size=16).hexdigest()
+        rows = f"{self._table._fingerprint}/{kept}".encode()
+        return hashlib.blake2b(rows + fields_key(self._fields), digest_size=16).hexdigest()
 
 
 class StreamSource:
@@ -68,6 +69,7 @@ class StreamSource:
     def __init__(self, options: SourceOptions, option: str, keep: Keep | None = None, seed: int = 0) -> None:
         """Open it; nothing is read yet. See `TableSource`; `seed` is of the shuffle."""
         self.label, self._fields = options.path, options.fields
+        self._subset, self._split = options.subset or "", options.split
         self._stream = _load(options, option, streaming=True)
         self._keep, self._seed = keep, seed
         self.faults = Faults()
@@ -97,8 +99,9 @@ class StreamSource:
                 return
 
     def fingerprint(self) -> str:
-        """Of its name: what a stream holds is known only at its end."""
-        return hashlib.blake2b(self.label.encode(), digest_size=16).hexdigest()
+        """Of its name, subset, split and `fields`: what a stream holds is known only at its end."""
+        name = "/".join([self.label, self._subset, self._split]).encode()
+        return hashlib.blake2b(name + fields_key(self._fields), digest_size=16).hexdigest()
 
 
 def _load(options: SourceOptions, option: str, streaming: bool) -> Any:

@@ -58,7 +58,10 @@ def test_served_acceptance_is_logged_and_the_best_draft_kept(tmp_path: Path) -> 
     assert length == pytest.approx(1 + sum(float(row[f"serve/accepted_{k}"]) for k in (1, 2, 3)))
     assert float(row["serve/real_differences"]) == 0.0
     assert json.loads((tmp_path / SUMMARY_FILE).read_text())["served_acceptance_length"] == pytest.approx(length)
-    assert acceptance.state_dict() == {"best": length}
+    assert acceptance.state_dict() == {"best": length, "measured_step": 7}
+    resumed = AcceptanceCallback(prompts, every_n_steps=7)
+    resumed.load_state_dict(acceptance.state_dict())
+    resumed.on_train_batch_end(trainer, None, None, None, 0)  # of step 8's first micro-batch: would fail if it measured
     assert {file.name for file in (tmp_path / BEST_DIR).iterdir()} == {
         "config.json", "model.safetensors", "eagle3_lightning.json"
     }  # fmt: skip

@@ -91,6 +91,32 @@ def test_a_stream_is_shuffled_the_same_way_and_skips_what_was_taken(places):
     assert take(120, seed=1) != whole
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "stream"])
+def test_a_fingerprint_follows_what_is_read_of_the_rows(tmp_path, kind):
+    """The same bytes under other `fields` are other prompts: a cache or a checkpoint must not be taken for theirs."""
+    rows = [{"a": row["messages"], "b": row["messages"][:1]} for row in ROWS[:5]]
+    file = tmp_path / f"rows.{'parquet' if kind in ('parquet', 'stream') else kind}"
+    if file.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        file.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+
+    def fingerprint(**options):
+        made = SourceOptions(str(file), streaming=kind == "stream", **options)
+        return open_source(made, "opt").fingerprint()
+
+    assert fingerprint(fields={"messages": "a"}) == fingerprint(fields={"messages": "a"})
+    assert fingerprint(fields={"messages": "a"}) != fingerprint(fields={"messages": "b"})
+
+
+def test_a_streams_fingerprint_follows_its_split(places):
+    one, other = (
+        open_source(SourceOptions(places["saved splits"].path, split=split, streaming=True), "opt").fingerprint()
+        for split in ("train_sft", "test")
+    )
+    assert one != other
+
+
 def test_tables_that_cannot_be_opened(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"data.prompts.train = .*empty.*the directory is empty"):
