@@ -74,7 +74,13 @@ class SampleOrder:
         else:
             self._shares = [max(1, round(known * weight / sum(weights))) for weight in weights]
         self.epoch_size = sum(self._shares)
+        self._weighted = weights is not None
         self._cache: dict[str, Permutation] = {}
+
+    def fingerprint(self) -> str:
+        """Changes when another row comes at some index, the sources being the same."""
+        shares = f"/{self._shares}" if self._weighted else ""
+        return f"{self.epoch_size}/{self._seed}{shares}"
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """Source and row of sample `index`, which may lie in any epoch. The row of a stream is -1: its next one."""

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -13,6 +12,7 @@ from eagle3_lightning.batch import Eagle3Batch
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.requests import RequestStream
 from eagle3_lightning.prompts.spans import Spans
+from eagle3_lightning.stream.files import runs
 from eagle3_lightning.stream.messages import Dropped
 
 _SUPERVISED, _FIRST, _PLAIN = "bold green", "bold reverse green", "dim"
@@ -75,9 +75,7 @@ def preview_batch(batch: Eagle3Batch, chat: ChatTokenizer) -> list[Preview]:
     for number, index in enumerate(batch.sample_ids):
         here = batch.doc == number
         ids, mask = batch.ids[here].tolist(), batch.mask[here]
-        edges = torch.diff(mask.int(), prepend=mask.new_zeros(1).int(), append=mask.new_zeros(1).int())
-        starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-        pieces = list(_pieces(chat, ids, list(zip(starts, ends, strict=True))))
+        pieces = list(_pieces(chat, ids, runs(mask)))
         previews.append(Preview(f"sample {index}", len(ids) + 1, int(mask.sum()), pieces))
     return previews
 

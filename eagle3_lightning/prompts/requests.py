@@ -58,7 +58,7 @@ class RequestStream:
         self.order = SampleOrder(sizes, weights, seed)
         self.chat = chat
         self._sampling = sampling
-        self._max_model_len, self._pack_tokens, self._seed = max_model_len, pack_tokens, seed
+        self._max_model_len, self._pack_tokens = max_model_len, pack_tokens
         self._seeds = Permutation(_MAX_SEED, f"{seed}/sampling/{stream}")
 
     @property
@@ -73,11 +73,12 @@ class RequestStream:
 
     def fingerprint(self) -> str:
         """Changes when the rows, their order or the shares do."""
-        return _digest([self.rows_fingerprint(), f"{self.epoch_size}/{self._seed}"])
+        return _digest([self.rows_fingerprint(), self.order.fingerprint()])
 
     def rows_fingerprint(self) -> str:
-        """Changes when the rows do."""
-        return _digest([source.fingerprint() for source in self._sources])
+        """Changes when the row behind a `row_id` does; beside a stream these are indices, which depend on the order."""
+        order = [self.order.fingerprint()] if self.num_rows is None else []
+        return _digest([*(source.fingerprint() for source in self._sources), *order])
 
     @property
     def num_rows(self) -> int | None:

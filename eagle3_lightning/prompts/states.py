@@ -39,7 +39,7 @@ class StateStream:
             seed: of the shuffle.
         """
         self._stream: Stream = stream
-        self._sources, self._seed, self.chat = list(sources), seed, chat
+        self._sources, self.chat = list(sources), chat
         self.order = SampleOrder([len(rows) for _, rows in sources], weights, seed)
 
     @property
@@ -49,7 +49,7 @@ class StateStream:
 
     def fingerprint(self) -> str:
         """Changes when the files or their order do."""
-        return "/".join([*(source.fingerprint() for source, _ in self._sources), f"{self.epoch_size}/{self._seed}"])
+        return "/".join([*(source.fingerprint() for source, _ in self._sources), self.order.fingerprint()])
 
     def load(self, index: int) -> StoredSample | PtSample | Dropped:
         """Sample `index`, or why it cannot be used."""

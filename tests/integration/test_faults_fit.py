@@ -58,7 +58,6 @@ def ended(fit, reason):
     """Seconds and status of an end in time, with its reason, and with nothing left."""
     status, seconds = fit.finish()
     assert status != 0
-    assert seconds < END_TIMEOUT_S
     assert reason in fit.output(), fit.output()[-3000:]
     fit.assert_nothing_left()
     return f"ended after {seconds:.1f} s with {status}"

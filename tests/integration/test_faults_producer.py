@@ -87,7 +87,7 @@ class FitSide:
     def finish(self):
         """Exit status, stderr and how long it took from now."""
         started_s = time.monotonic()
-        out, err = self.process.communicate(timeout=END_TIMEOUT_S + 30)
+        out, err = self.process.communicate(timeout=END_TIMEOUT_S)
         self.lines += out.split("\n")
         return self.process.returncode, err, time.monotonic() - started_s
 
@@ -110,8 +110,8 @@ def test_a_killed_engine_core_ends_the_fit_with_the_reason(target, tmp_path):
     fit.wait_for_processes(3)
     fit.wait_for("sample 20 ")
     os.kill(fit.vllm_processes()[1], signal.SIGKILL)
-    status, err, seconds = fit.finish()
-    assert status == 1 and seconds < END_TIMEOUT_S
+    status, err, _ = fit.finish()
+    assert status == 1
     assert "vLLM's producer" in err and "The last lines of" in err
     fit.assert_nothing_left()
 
@@ -141,7 +141,7 @@ def test_a_producer_killed_more_often_than_it_may_be_restarted(target, tmp_path)
     fit.wait_for_another_producer()
     os.kill(fit.group, signal.SIGKILL)
     status, err, seconds = fit.finish()
-    assert status == 1 and seconds < END_TIMEOUT_S
+    assert status == 1
     assert "after 1 restarts" in err
     seen = [int(line.split()[1]) for line in fit.lines if line.startswith("sample")]
     assert seen == list(range(len(seen)))

@@ -8,7 +8,6 @@ import signal
 import pytest
 from fault_support import (
     CHECKPOINT_EVERY,
-    END_TIMEOUT_S,
     NUM_STEPS,
     OUTCOMES,
     Fit,
@@ -75,7 +74,6 @@ def test_kill_9_of_one_rank_and_resume(material, straight, tmp_path, rank):
     os.kill(fit.process.pid if rank == 0 else other_rank(fit), signal.SIGKILL)
     status, seconds = fit.finish()
     assert status != 0
-    assert seconds < END_TIMEOUT_S
     fit.assert_nothing_left()
     for number in (0, 1):
         assert_same(fit.rows(number), straight[number])
@@ -91,7 +89,6 @@ def test_a_signal_to_rank_0_ends_both_behind_one_step(material, straight, tmp_pa
     fit.process.send_signal(sign)
     status, seconds = fit.finish()
     assert status == 128 + sign, fit.output()[-3000:]
-    assert seconds < END_TIMEOUT_S
     assert f"eagle3 fit: ended by {sign.name}" in fit.output()
     fit.assert_nothing_left()
     reached = fit.rows(0)[-1][0]

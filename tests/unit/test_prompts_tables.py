@@ -9,6 +9,7 @@ import pytest
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
+from eagle3_lightning.prompts.order import SampleOrder
 from eagle3_lightning.prompts.sources import as_sources, open_source, split_by_hash
 from eagle3_lightning.prompts.tables import StreamSource
 
@@ -107,6 +108,14 @@ def test_a_fingerprint_follows_what_is_read_of_the_rows(tmp_path, kind):
 
     assert fingerprint(fields={"messages": "a"}) == fingerprint(fields={"messages": "a"})
     assert fingerprint(fields={"messages": "a"}) != fingerprint(fields={"messages": "b"})
+
+
+def test_the_fingerprint_of_an_order_follows_the_shares():
+    """The epoch is as long with 3 : 1 as with 1 : 3, and the rows are others."""
+    orders = [SampleOrder([100, 100], weights, 0) for weights in (None, [3.0, 1.0], [1.0, 3.0])]
+    assert [order.epoch_size for order in orders] == [200] * 3
+    assert len({order.fingerprint() for order in orders}) == 3
+    assert SampleOrder([100, 100], None, 1).fingerprint() != orders[0].fingerprint()
 
 
 def test_a_streams_fingerprint_follows_its_split(places):
