@@ -1,12 +1,28 @@
 """Our engine options as vLLM's arguments and environment, for the engines of `eagle3 bench`."""
 
+import os
 from typing import Any
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 
-# Set by the bench itself, or would make its figures mean something else.
-RESERVED = ("model", "tokenizer", "speculative_config", "enable_prefix_caching", "disable_log_stats", "seed")
+# Set by the bench itself or by options of their own, or would make its figures mean something else.
+RESERVED = (
+    "model",
+    "tokenizer",
+    "trust_remote_code",
+    "speculative_config",
+    "enable_prefix_caching",
+    "disable_log_stats",
+    "seed",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enforce_eager",
+)
 
 
 def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> tuple[dict[str, Any], dict[str, str]]:
@@ -40,6 +56,8 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> tuple[dict[str,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # One process instead of two: the engine starts in 9 s instead of 32 (2 cores, SmolLM2-135M).
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Beside other programs, a thread that waits for the others must let go of its core.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }
         if options.cpu_threads is not None:
             environment["OMP_NUM_THREADS"] = str(options.cpu_threads)
