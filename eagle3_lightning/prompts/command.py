@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from eagle3_lightning.arguments import StrictParser
+from eagle3_lightning.checks import COUNT, check_number
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
@@ -44,11 +45,13 @@ def preview(argv: Sequence[str]) -> int:
         description="Shows the first samples as they are given to vLLM, with the supervised tokens marked.",
     )
     argv, run_dir = _of_a_run(argv)
-    _add_options(parser, prompts=PromptOptions, sampling=SamplingOptions, engine=EngineOptions, batch=BatchOptions)
+    _add_options(parser, prompts=PromptOptions, sampling=SamplingOptions, engine=EngineOptions, queue=QueueOptions,
+                 batch=BatchOptions)  # fmt: skip
     parser.add_argument("--number", type=int, default=4, help="samples to show")
     parser.add_argument("--html", type=Path | None, default=None, metavar="FILE", help="write a page there as well")
     parser.add_argument("--seed", type=int, default=0, help="of the order, as --seed_everything of the fit")
     options = parser.instantiate(parser.parse_args(argv))
+    check_number("--number", options.number, COUNT)
     if options.html is not None:
         _check_place("--html", options.html)
     from rich.console import Console
@@ -59,7 +62,7 @@ def preview(argv: Sequence[str]) -> int:
 
     info = inspect_target(options.target)
     prompts = _written_prompts(options.prompts, run_dir)
-    streams = open_prompts(options.target, info, prompts, options.sampling, options.engine, QueueOptions(),
+    streams = open_prompts(options.target, info, prompts, options.sampling, options.engine, options.queue,
                            options.batch, options.seed)  # fmt: skip
     previews = preview_requests(streams["train"], min(options.number, streams["train"].epoch_size))
     print_previews(previews, Console())
@@ -107,7 +110,8 @@ def _of_a_run(argv: Sequence[str]) -> tuple[list[str], Path | None]:
             continue  # the parser says what is wrong with it
         if not isinstance(config, dict) or not isinstance(data := config.get("data"), dict):
             continue
-        ours = {key: data[key] for key in ("prompts", "sampling", "engine", "batch") if key in data}
+        groups = ("prompts", "sampling", "engine", "queue", "batch")
+        ours = {key: data[key] for key in groups if data.get(key) is not None}
         if "target" in config:
             ours["target"] = config["target"]
         if isinstance(config.get("seed_everything"), int):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -117,7 +118,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.poll()  # reap it, or it stays in its group
     if wait_group(process.pid, TERM_TIMEOUT_S):
         kill_group(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # it hangs in the driver, and ends when that lets go of it
+        process.wait(TERM_TIMEOUT_S)
 
 
 def log_tail(log_file: Path, num_lines: int = LOG_TAIL_LINES) -> str:

@@ -128,6 +128,9 @@ def test_engine_arguments_keep_the_figures_honest() -> None:
     assert not any("CPU" in name for name in environment)
     with pytest.raises(ConfigError, match="speculative_config"):
         engine_arguments(EngineOptions(extra={"speculative_config": "x"}), on_cpu=True)
+    for name in ("max_num_seqs", "dtype", "enforce_eager"):  # options of their own, which the report would contradict
+        with pytest.raises(ConfigError, match=f"{name} cannot be set here"):
+            engine_arguments(EngineOptions(extra={name: 1}), on_cpu=True)
 
 
 def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:

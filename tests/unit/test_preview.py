@@ -2,13 +2,13 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from toy_target import make_target
 
 from eagle3_lightning.errors import ConfigError
-from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.prompts.command import main
 from eagle3_lightning.prompts.preview import Piece, Preview, print_previews, to_html, to_table
 
@@ -40,7 +40,6 @@ def test_the_command_needs_no_vllm(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(f"q{i}:" in shown for i in range(8))
     assert page.read_text().count("<mark class='first'>w</mark><mark>ord ") == 8
-    assert TargetOptions(str(target)).path == str(target)
 
 
 def run_yaml(tmp_path, train):
@@ -64,6 +63,19 @@ def test_the_configuration_of_a_run_shows_its_prompts(tmp_path, capsys):
     assert all(f"q{i}:" in in_order for i in range(8))
     assert main(["prompts", "preview", f"--config={config}", "--number=8", "--seed=4"]) == 0
     assert capsys.readouterr().out != in_order  # a flag behind the file goes over it
+
+
+def test_the_share_of_broken_rows_is_that_of_the_run(tmp_path, capsys):
+    rows = [{"id": f"q{i}", "prompt": f"say {i}", "response": f"word {i}"} for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{}\n" * 2)
+    config = run_yaml(tmp_path, f"[{tmp_path / 'a.jsonl'}]")
+    with pytest.raises(ConfigError, match="2 of 10 rows cannot be used"):
+        main(["prompts", "preview", "--config", config])
+    text = Path(config).read_text().replace("block_tokens: 32", "max_dropped_share: 0.3")
+    Path(config).write_text(text.replace("  engine:\n    max_model_len: 256\n", "  engine: null\n"))
+    assert main(["prompts", "preview", "--config", config]) == 0
+    with pytest.raises(ConfigError, match="--number = 0: it must be at least 1"):
+        main(["prompts", "preview", "--config", config, "--number=0"])
 
 
 def test_prompts_of_the_targets_own_are_shown_once_they_are_written(tmp_path, capsys):
