@@ -11,9 +11,7 @@ from typing import Literal
 import msgspec
 
 Stream = Literal["train", "val"]
-DropReason = Literal[
-    "bad_record", "too_long", "empty_mask", "non_finite", "row_mismatch", "token_mismatch", "timeout", "aborted"
-]
+DropReason = Literal["bad_record", "too_long", "empty_mask", "non_finite", "row_mismatch", "token_mismatch", "aborted"]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
