@@ -12,9 +12,12 @@ from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, POSITIVE_SHARE, check_n
 from eagle3_lightning.errors import ConfigError, Eagle3Error
 from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import EngineOptions
+from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.serve.bench import BenchOptions, measure
 from eagle3_lightning.serve.results import BenchReport, DraftFigures
 from eagle3_lightning.summary import served_figures, update_summary
+
+_NUM_ENGINES = 2  # with the draft, and the target alone
 
 
 class AcceptanceCallback(Callback):
@@ -99,9 +102,11 @@ class AcceptanceCallback(Callback):
         self._measured_step = trainer.global_step
         if self.prompts is None:
             return
-        if trainer.is_global_zero:
-            self._measure_here(trainer, pl_module, self.prompts)
-        trainer.strategy.barrier("acceptance")
+        engine = _engine(trainer)
+        longest_s = _NUM_ENGINES * (engine.start_timeout_s + self.max_prompts * engine.step_timeout_s)
+        with rank_zero_first(trainer, "the bench", longest_s) as here:
+            if here:
+                self._measure_here(trainer, pl_module, self.prompts)
 
     def _measure_here(self, trainer: Trainer, pl_module: LightningModule, prompts: Path) -> None:
         """On rank 0. A bench that fails is reported and does not end the training."""
@@ -118,7 +123,6 @@ class AcceptanceCallback(Callback):
         """The target as the producer runs it, with prompts rendered as training renders them."""
         assert isinstance(pl_module, Eagle3Module)
         data = getattr(trainer, "datamodule", None)
-        engine = EngineOptions() if data is None else data.engine
         return BenchOptions(
             draft,
             [prompts],
@@ -129,7 +133,7 @@ class AcceptanceCallback(Callback):
             max_prompts=self.max_prompts,
             chat_template_kwargs={} if data is None else data.prompts.chat_template_kwargs,
             trust_remote_code=pl_module.target_options.trust_remote_code,
-            engine=replace(engine, gpu_memory_utilization=self.gpu_memory_utilization),
+            engine=replace(_engine(trainer), gpu_memory_utilization=self.gpu_memory_utilization),
         )
 
     def _record(self, trainer: Trainer, run_dir: Path, report: BenchReport) -> None:
@@ -141,6 +145,11 @@ class AcceptanceCallback(Callback):
         if figures.acceptance_length > self.best:
             self.best = figures.acceptance_length
             keep(run_dir / EXPORT_DIR, run_dir / BEST_DIR)
+
+
+def _engine(trainer: Trainer) -> EngineOptions:
+    data = getattr(trainer, "datamodule", None)
+    return EngineOptions() if data is None else data.engine
 
 
 def serve_metrics(figures: DraftFigures, report: BenchReport) -> dict[str, float]:

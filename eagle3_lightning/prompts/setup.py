@@ -19,6 +19,7 @@ from eagle3_lightning.prompts.requests import RequestStream
 from eagle3_lightning.prompts.sources import SELF, AnySource, as_sources, check_faults, open_source, split_by_hash
 from eagle3_lightning.prompts.synthesis import synthesize_prompts
 from eagle3_lightning.prompts.tables import StreamSource
+from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.target import TargetInfo
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TRAIN, VAL = "data.prompts.train", "data.prompts.val"
 OWN_PROMPTS = "self_prompts.jsonl"  # in a run's directory: what its target wrote
+_WRITING_TIMEOUT_S = 24 * 3600.0  # of prompts, on rank 0; what it waits for itself has deadlines of its own
 VAL_SEED = 0  # the held-out samples are the same for every seed of the run, so that their curves compare
 
 
@@ -119,11 +121,11 @@ def own_prompts(
         raise ConfigError(TRAIN, SELF, "the prompts need a place", "Give the run a directory.")
     assert trainer is not None
     own = run_dir / OWN_PROMPTS
-    if trainer.is_global_zero and not own.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        kwargs = dict(prompts.chat_template_kwargs)
-        synthesize_prompts(target, info, prompts.synthesis, engine, own, kwargs)
-    trainer.strategy.barrier("prompts")
+    with rank_zero_first(trainer, "the writing of prompts", _WRITING_TIMEOUT_S) as here:
+        if here and not own.exists():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            kwargs = dict(prompts.chat_template_kwargs)
+            synthesize_prompts(target, info, prompts.synthesis, engine, own, kwargs)
     named: list[str | SourceOptions] = [replace(s, path=str(own)) if s.path == SELF else s for s in sources]
     return replace(prompts, train=named)
 

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.vllm
 def make_trainer(run_dir: Path, callbacks: list[Any]) -> Any:
     """What the callback asks of a Trainer, at step 7."""
     return SimpleNamespace(
-        global_step=7, is_global_zero=True, loggers=[CSVLogger(run_dir, "logs")], callbacks=callbacks, datamodule=None,
-        strategy=SimpleNamespace(barrier=lambda name: None), default_root_dir=str(run_dir),
+        global_step=7, is_global_zero=True, world_size=1, loggers=[CSVLogger(run_dir, "logs")], callbacks=callbacks,
+        datamodule=None, default_root_dir=str(run_dir),
     )  # fmt: skip
 
 
