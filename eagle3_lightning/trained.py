@@ -46,5 +46,6 @@ def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module
 
 
 def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
-    known = {f.name for f in fields(cls)}
-    return cls(**{k: tuple(v) if k == "betas" else v for k, v in values.items() if k in known})
+    if unknown := values.keys() - {f.name for f in fields(cls)}:
+        raise ValueError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
+    return cls(**{k: tuple(v) if k == "betas" else v for k, v in values.items()})

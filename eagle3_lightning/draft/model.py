@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle3_lightning.batch import Eagle3Batch
@@ -169,10 +169,6 @@ class Eagle3Draft(nn.Module):
         elif self.config.fc_norm:
             rms = rms / rms.square().mean(dim=1, keepdim=True).sqrt()
         self.feature_scale.copy_(1.0 / rms.clamp(min=1e-6))
-
-    def is_right(self, best: Int[Tensor, " R"], teacher_best: Int[Tensor, " R"]) -> Bool[Tensor, " R"]:
-        """Whether draft tokens `best` are the target tokens `teacher_best`; never so outside the draft vocabulary."""
-        return best + self.d2t[best] == teacher_best
 
 
 class Unroll:

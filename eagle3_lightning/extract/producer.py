@@ -80,6 +80,8 @@ class Producer:
                 for message in self._channel.receive(_IDLE_S):
                     self._inbox.put(message)
         except ChannelClosed:
+            pass
+        finally:  # whatever ended it, the producer must not wait for a request that nobody reads
             self._inbox.put(None)
 
     def run(self) -> None:

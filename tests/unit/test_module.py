@@ -354,3 +354,16 @@ def test_a_schedule_may_end_by_the_clock(target: Path, tmp_path: Path) -> None:
     assert trainer.global_step == 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3e-2, rel=0.01)
     assert late.lr == pytest.approx(1e-2, rel=0.01)
+
+
+def test_a_checkpoint_with_options_of_another_version_is_refused(target: Path, tmp_path: Path) -> None:
+    module = make_module(target)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=Samples(module, [DOCUMENTS]))
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)
+    saved["hyper_parameters"]["loss"]["focal"] = 2.0
+    torch.save(saved, path)
+    with pytest.raises(ConfigError, match=r"LossOptions has no focal"):
+        load_module(path)
