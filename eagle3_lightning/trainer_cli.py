@@ -207,13 +207,7 @@ class Eagle3CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check what spans several groups, and complete the loggers."""
         config = self.config[self.subcommand]
-        if config.trainer.barebones:
-            raise ConfigError(
-                "trainer.barebones",
-                True,
-                "a run needs its callbacks",
-                "Turn things off one by one, as with trainer.enable_progress_bar.",
-            )
+        check_barebones(config.trainer)
         config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir)
         if self.subcommand == "fit":
             check_end(config.trainer)
@@ -278,6 +272,21 @@ def check_checkpoint(ckpt_path: Any, run_dir: Path) -> str | None:
             "Name a checkpoint file, or leave --ckpt_path out to start a new run.",
         )
     return str(file)
+
+
+def check_barebones(trainer: Any) -> None:
+    """Refuse Lightning's trainer without callbacks.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if trainer.barebones:
+        raise ConfigError(
+            "trainer.barebones",
+            True,
+            "a run needs its callbacks",
+            "Turn things off one by one, as with trainer.enable_progress_bar.",
+        )
 
 
 def check_end(trainer: Any) -> None:

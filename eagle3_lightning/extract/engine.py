@@ -12,6 +12,7 @@ import torch
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.watchdog import ChildGuard
+from eagle3_lightning.options import EngineOptions, QueueOptions
 from eagle3_lightning.stream.arena import ArenaLayout
 from eagle3_lightning.stream.messages import Submit
 from eagle3_lightning.target import read_config
@@ -126,6 +127,21 @@ def check_extra(extra: dict[str, Any]) -> None:
             raise ConfigError(
                 f"data.engine.extra.{name}", value, f"this project sets it: {OWN_ARGUMENTS[name]}", "Remove it."
             )
+
+
+def check_capacity(engine: EngineOptions, queue: QueueOptions) -> None:
+    """Refuse an arena that is smaller than a sample.
+
+    Raises:
+        ConfigError: a sample of `max_model_len` does not fit.
+    """
+    if engine.max_model_len > queue.capacity_tokens:
+        raise ConfigError(
+            "data.queue.capacity_tokens",
+            queue.capacity_tokens,
+            f"one sample of data.engine.max_model_len = {engine.max_model_len} tokens does not fit",
+            "Raise it, or lower data.engine.max_model_len.",
+        )
 
 
 @dataclass

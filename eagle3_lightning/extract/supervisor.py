@@ -18,7 +18,7 @@ import msgspec
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import versions
-from eagle3_lightning.extract.engine import EngineSettings, check_extra
+from eagle3_lightning.extract.engine import EngineSettings, check_capacity, check_extra
 from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.producer import ProducerSpec
 from eagle3_lightning.extract.watchdog import kill_group, wait_group
@@ -309,13 +309,7 @@ def _check(engine: EngineOptions, queue: QueueOptions) -> None:
     if vllm.tap is None:
         raise ConfigError("data.engine", vllm.version, vllm.problems[0], vllm.remedies[0])
     check_extra(engine.extra)
-    if engine.max_model_len > queue.capacity_tokens:
-        raise ConfigError(
-            "data.queue.capacity_tokens",
-            queue.capacity_tokens,
-            f"one sample of data.engine.max_model_len = {engine.max_model_len} tokens does not fit",
-            "Raise it, or lower data.engine.max_model_len.",
-        )
+    check_capacity(engine, queue)
 
 
 def _make_private_dir(parent: Path | None) -> Path:

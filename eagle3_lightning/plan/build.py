@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.layers import LayerPlan, plan_layers
+from eagle3_lightning.options import PromptOptions
+from eagle3_lightning.plan.check import check_data
+from eagle3_lightning.plan.lengths import read_lengths
 from eagle3_lightning.plan.memory import GIB, Item, Precision, engine_items, trainer_items
 from eagle3_lightning.plan.run import PlanOptions, Run
 from eagle3_lightning.plan.shape import TargetShape, read_shape
@@ -13,7 +16,6 @@ from eagle3_lightning.stream.arena import ArenaLayout, available_memory_bytes
 
 H200 = Rates(745e12, 4.8e12, "one H200: 745 TFLOP/s measured (docs/training.md), 4.8 TB/s by its data sheet")
 DEFAULT_BATCHED_TOKENS = 8192  # of vLLM on a large GPU, where nothing is given
-DEFAULT_PROMPT_TOKENS = 256
 LAUNCH_BOUND_STEP_S, LAUNCH_BOUND_DECODE_S = 20e-3, 3e-3  # below these, arithmetic no longer tells the time
 PROCESSES_BYTES = 6 * GIB  # Python, torch and vLLM in the trainer, the producer and vLLM's processes
 PROCESSES_CPU_BYTES = 3 * GIB
@@ -80,7 +82,8 @@ class Plan:
         producer: None without rates.
         trainer: None without rates.
         rates: of the card.
-        shared: vLLM and the trainer share a GPU, so that their times add up.
+        shared: vLLM and the trainer share a GPU or the CPU, so that their times add up.
+        on_cpu: they share the CPU.
         launch_bound: steps are so short that launches and Python set their pace, which the estimate leaves out.
         tokens: slots that the run trains on; None if its options do not say.
         notes: what the reader must know.
@@ -98,6 +101,7 @@ class Plan:
     trainer: Trainer | None
     rates: Rates | None
     shared: bool
+    on_cpu: bool
     launch_bound: bool
     tokens: float | None
     notes: tuple[str, ...]
@@ -109,7 +113,7 @@ class Plan:
 
     @property
     def seconds_per_sample(self) -> float | None:
-        """On a GPU that both sides share, one after the other; else the slower side."""
+        """On a GPU or a CPU that both sides share, one after the other; else the slower side."""
         if self.producer is None or self.trainer is None:
             return None
         both = self.producer.seconds_per_sample, self.trainer.seconds_per_sample
@@ -135,18 +139,15 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
     shape = read_shape(run.target, run.engine.dtype)
     draft = DraftConfig.resolve(run.draft, shape.info)
     layers = plan_layers(run.target.layers, shape.info.num_layers, run.target.layer_convention)
-    lengths, assumed = _lengths(run, options)
+    check_data(shape.info, run.prompts, run.sampling, run.engine, run.queue, run.batch)
+    lengths, assumed = read_lengths(run, options)
     rates = _rates(run, options)
     engine_bits = shape.info.dtype if run.engine.dtype == "auto" else run.engine.dtype
     value = _value_bytes(engine_bits)
     kv_value = 1.0 if "fp8" in str(run.engine.extra.get("kv_cache_dtype", "")) else float(value)
     tensor_parallel = run.engine.tensor_parallel_size
     engine = _engine_budget(run, options, shape, len(layers.aux) + 1, value)
-    kv_budget = run.engine.kv_cache_gib * GIB if run.on_cpu else (engine.num_bytes or 0.0) - engine.used_bytes
-    token_bytes = shape.kv_bytes(tensor_parallel, kv_value)
-    cache = Cache(
-        token_bytes, max(0.0, kv_budget) / token_bytes, max(0.0, kv_budget) / token_bytes / run.engine.max_model_len
-    )
+    cache = _cache(run, shape.kv_bytes(tensor_parallel, kv_value), engine)
     arena = ArenaLayout(
         -(-run.queue.capacity_tokens // run.queue.block_tokens), run.queue.block_tokens, len(layers.aux) + 1,
         shape.info.hidden_size, engine_bits,
@@ -162,28 +163,30 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
         }
         producer = estimate_producer(shape, rates, lengths, tensor_parallel, limits, kv_value)
         trainer = estimate_trainer(draft, run.loss.ttt_steps, rates, lengths, ranks)
-        step_s = trainer.seconds_per_sample * ranks / lengths.slots * run.batch.pack_tokens
-        launch_bound = not run.on_cpu and (step_s < LAUNCH_BOUND_STEP_S or producer.step_s < LAUNCH_BOUND_DECODE_S)
+        launch_bound = _is_launch_bound(run, lengths, producer, trainer, ranks)
     tokens = None if run.max_steps < 0 else float(run.max_steps * run.accumulate * run.batch.pack_tokens * ranks)
     return Plan(
         shape, draft, layers, engine_bits, _place(run, options, shape, draft, engine, cache, arena), cache, lengths,
-        assumed, producer, trainer, rates, shared or run.on_cpu, launch_bound, tokens, (*run.notes, *shape.notes),
+        assumed, producer, trainer, rates, shared or run.on_cpu, run.on_cpu, launch_bound, tokens,
+        (*run.notes, *shape.notes),
     )  # fmt: skip
+
+
+def _is_launch_bound(run: Run, lengths: Lengths, producer: Producer, trainer: Trainer, ranks: int) -> bool:
+    """Whether a step of the trainer or of the decoding is too short for its arithmetic to tell its time."""
+    step_s = trainer.seconds_per_sample * ranks / lengths.slots * run.batch.pack_tokens
+    return not run.on_cpu and (step_s < LAUNCH_BOUND_STEP_S or producer.step_s < LAUNCH_BOUND_DECODE_S)
+
+
+def _cache(run: Run, token_bytes: float, budget: Budget) -> Cache:
+    """What is left of vLLM's part, or on the CPU its option, as tokens."""
+    left = run.engine.kv_cache_gib * GIB if run.on_cpu else (budget.num_bytes or 0.0) - budget.used_bytes
+    tokens = max(0.0, left) / token_bytes
+    return Cache(token_bytes, tokens, tokens / run.engine.max_model_len)
 
 
 def _longest_answer(run: Run) -> int:
     return run.sampling.max_new_tokens if run.sampling.mode == "generate" else 0
-
-
-def _lengths(run: Run, options: PlanOptions) -> tuple[Lengths, bool]:
-    """Of a sample, and whether something of it is assumed."""
-    if run.sampling.mode == "prefill":
-        assumed = run.engine.max_model_len / 2
-        return Lengths(float(options.prompt_tokens or assumed), 0.0), options.prompt_tokens is None
-    room = max(1, run.engine.max_model_len - run.sampling.max_new_tokens)
-    prompt = options.prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
-    answer = options.answer_tokens or max(1, run.sampling.max_new_tokens // 2)
-    return Lengths(float(prompt), float(answer)), None in (options.prompt_tokens, options.answer_tokens)
 
 
 def _rates(run: Run, options: PlanOptions) -> Rates | None:
@@ -273,7 +276,8 @@ def _utilization(vllm: float, trainer: float, memory: float) -> str:
 
 
 def _host_items(run: Run, shape: TargetShape, arena: ArenaLayout, ranks: int) -> list[Item]:
-    rows = run.max_val_samples * min(run.engine.max_model_len, run.batch.pack_tokens)
+    held_out = PromptOptions("").max_val_samples if run.prompts is None else run.prompts.max_val_samples
+    rows = held_out * min(run.engine.max_model_len, run.batch.pack_tokens)
     items = [
         Item("arena", arena.total_bytes, detail=f"{arena.num_rows:,} rows of {arena.row_bytes / 1024:,.0f} KiB"),
         Item("batches put together", 2 * ranks * run.batch.pack_tokens * arena.row_bytes),

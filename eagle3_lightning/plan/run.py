@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from jsonargparse import Namespace
+
 from eagle3_lightning.checks import COUNT, POSITIVE, check_numbers
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
+    CacheOptions,
     DraftOptions,
     EngineOptions,
     LossOptions,
@@ -14,8 +17,11 @@ from eagle3_lightning.options import (
     PromptOptions,
     QueueOptions,
     SamplingOptions,
+    SourceOptions,
+    SynthesisOptions,
     TargetOptions,
 )
+from eagle3_lightning.plan.check import check_callbacks, check_end_of_run, check_trainer, on_gpus, read_gpus
 
 # Lightning's names of the precisions that a fit takes, and the bytes of a master and of what is computed.
 _PRECISIONS = {
@@ -74,7 +80,7 @@ class Run:
     engine: EngineOptions
     queue: QueueOptions
     batch: BatchOptions
-    max_val_samples: int
+    prompts: PromptOptions | None
     on_cpu: bool
     trainer_gpus: list[int]
     master_bytes: int
@@ -91,11 +97,17 @@ def read_run(config: Any) -> Run:
         config: the parsed options of the command.
 
     Raises:
-        ConfigError: a number of devices or a precision that the plan cannot read.
+        ConfigError: options that fit refuses, whatever the target; or a precision that the plan cannot read.
+        OptionsError: likewise, in Lightning's words.
     """
     data, model, trainer = config.data, config.model, config.trainer
+    check_end_of_run(trainer)
     notes: list[str] = []
-    on_cpu, gpus = _devices(trainer.accelerator, trainer.devices, notes)
+    optim = _typed(OptimOptions, model.optim)
+    gpus = read_gpus(trainer.devices, notes) if on_gpus(trainer.accelerator, notes) else []
+    check_trainer(trainer, optim, gpus)
+    check_callbacks(config)
+    _typed(CacheOptions, data.cache)
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
             "trainer.precision",
@@ -108,13 +120,13 @@ def read_run(config: Any) -> Run:
         target=_typed(TargetOptions, config.target),
         draft=_typed(DraftOptions, model.draft),
         loss=_typed(LossOptions, model.loss),
-        optim=_typed(OptimOptions, model.optim),
+        optim=optim,
         sampling=_typed(SamplingOptions, data.sampling),
         engine=_typed(EngineOptions, data.engine),
         queue=_typed(QueueOptions, data.queue),
         batch=_typed(BatchOptions, data.batch),
-        max_val_samples=data.prompts.max_val_samples if data.prompts else PromptOptions("").max_val_samples,
-        on_cpu=on_cpu,
+        prompts=_prompts(data.prompts),
+        on_cpu=not gpus,
         trainer_gpus=gpus,
         master_bytes=master,
         compute_bytes=compute,
@@ -125,24 +137,29 @@ def read_run(config: Any) -> Run:
 
 
 def _typed(kind: Any, options: Any) -> Any:
-    return kind() if options is None else kind(**options.as_dict())
+    return kind() if options is None else kind(**_plain(options))
 
 
-def _devices(accelerator: Any, devices: Any, notes: list[str]) -> tuple[bool, list[int]]:
-    """Whether the run is on the CPU, and the trainer's GPUs."""
-    if accelerator == "auto":
-        import torch
+def _prompts(options: Any) -> PromptOptions | None:
+    """With its nested groups typed, which is when they are checked."""
+    if options is None:
+        return None
+    given = _plain(options)
+    synthesis = {"synthesis": SynthesisOptions(**given["synthesis"])} if given.get("synthesis") else {}
+    sources = {name: _sources(given[name]) for name in ("train", "val") if given.get(name) is not None}
+    return PromptOptions(**{**given, **synthesis, **sources})
 
-        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
-        notes.append(f"trainer.accelerator is auto: planned for {'a GPU' if accelerator == 'gpu' else 'the CPU'}")
-    if accelerator == "cpu":
-        return True, []
-    if isinstance(devices, str) and devices.lstrip("-").isdigit():
-        devices = int(devices)
-    if devices in ("auto", -1):
-        notes.append(f"trainer.devices is {devices}: planned for one GPU; with more, every one that is visible trains")
-        devices = 1
-    gpus = list(range(devices)) if isinstance(devices, int) else [int(d) for d in str(devices).strip("[]").split(",")]
-    if not gpus or min(gpus) < 0:
-        raise ConfigError("trainer.devices", devices, "no GPU would train", "Give a number of GPUs, or a list of them.")
-    return False, gpus
+
+def _sources(given: Any) -> Any:
+    if isinstance(given, dict):
+        return SourceOptions(**given)
+    if not isinstance(given, list):
+        return given
+    return [SourceOptions(**source) if isinstance(source, dict) else source for source in given]
+
+
+def _plain(options: Any) -> Any:
+    """Parsed options as dicts, those in lists as well."""
+    if isinstance(options, Namespace):
+        return {name: _plain(value) for name, value in vars(options).items()}
+    return [_plain(entry) for entry in options] if isinstance(options, list) else options

@@ -67,7 +67,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "rates": None if plan.rates is None else asdict(plan.rates),
         "producer": None if plan.producer is None else asdict(plan.producer),
         "trainer": None if plan.trainer is None else asdict(plan.trainer),
-        "shared_gpu": plan.shared,
+        "shared_gpu": plan.shared and not plan.on_cpu,
+        "on_cpu": plan.on_cpu,
         "launch_bound": plan.launch_bound,
         "tokens_per_s": plan.tokens_per_s,
         "tokens": plan.tokens,
@@ -124,6 +125,13 @@ def _brief(plan: Plan, budget: Budget) -> str:
     return f"{'' if budget.name == 'everything' else budget.name + ' '}{size.removesuffix(' GiB')}{of} GiB{verdict}"
 
 
+def _who(plan: Plan) -> str:
+    """Does which work."""
+    if plan.on_cpu:
+        return "the CPU does both"
+    return "one GPU does both in turn" if plan.shared else "each side has its own GPU"
+
+
 def _speed(plan: Plan) -> list[str]:
     lengths = plan.lengths
     sample = f"a sample of {lengths.prompt:,.0f} + {lengths.answer:,.0f} tokens" + (
@@ -131,19 +139,19 @@ def _speed(plan: Plan) -> list[str]:
     )
     if plan.rates is None or plan.producer is None or plan.trainer is None:
         return [
-            f"speed        {sample}: no estimate without a card's rates; give --plan.matrix_tflops and "
-            "--plan.bandwidth_gb_s"
+            f"speed        {sample}: no estimate without the rates of this CPU; give --plan.matrix_tflops and "
+            "--plan.bandwidth_gb_s, of all the cores that the run may use"
         ]
     producer, trainer, per_s = plan.producer, plan.trainer, plan.tokens_per_s
     assert per_s is not None
     lines = [
-        f"rates        {plan.rates.source}",
+        f"rates        {plan.rates.source}"
+        + ("; which share of them a CPU reaches was not measured, an H200's is taken" if plan.on_cpu else ""),
         f"producer     {producer.flops_per_token / 1e9:,.1f} GFLOP a prompt token; alone "
         f"{producer.prefill_tokens_per_s:,.0f} prompt and {producer.decode_tokens_per_s:,.0f} answer tokens/s with "
         f"{producer.concurrency:,.0f} requests ({producer.limited_by})",
         f"trainer      {trainer.flops_per_token / 1e9:,.2f} GFLOP a token; alone {trainer.tokens_per_s:,.0f} tokens/s",
-        f"together     {per_s:,.0f} tokens/s trained on, with {sample}; "
-        + ("one GPU does both in turn" if plan.shared else "each side has its own GPU"),
+        f"together     {per_s:,.0f} tokens/s trained on, with {sample}; " + _who(plan),
     ]
     if plan.launch_bound:
         return [

@@ -140,3 +140,98 @@ def test_a_config_without_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "config.json").write_text("{}")
     assert main(llama("--target.path", str(tmp_path))) == 2
     assert "hidden_size = None" in capsys.readouterr().err
+
+
+def quickstart(*more: str) -> list[str]:
+    config, target = ROOT / "configs" / "quickstart.yaml", ROOT / ".cache" / "target" / "smollm2-135m"
+    return ["plan", "--config", str(config), "--target.path", str(target), *more]
+
+
+GPU = ["--trainer.accelerator", "gpu", "--trainer.devices"]
+PREFILL = ["--data.sampling.mode", "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data.sampling.max_new_tokens", "1000"], "no prompt fits beside it into data.engine.max_model_len = 512"),
+        (["--data.batch.pack_tokens", "126"], "data.batch.pack_tokens = 126: no prompt fits beside an answer"),
+        (["--data.queue.capacity_tokens", "10"], "one sample of data.engine.max_model_len = 512 tokens does not fit"),
+        (["--data.engine.max_model_len", "100000"], "the target takes at most 8192 tokens"),
+        (["--data.engine.extra", "{model: x}"], "data.engine.extra.model = 'x': this project sets it"),
+        (["--data.prompts.synthesis", "{num_prompts: 0}"], "data.prompts.synthesis.num_prompts = 0"),
+        (["--data.prompts.train", "[{path: a, weight: -3}]"], "weight = -3.0: a share must be positive"),
+        (["--data.prompts.val", "[b, {path: a, weight: -3}]"], "weight = -3.0: a share must be positive"),
+        (["--data.cache.max_gib", "-1"], "data.cache.max_gib = -1.0: it must be more than 0"),
+        (["--acceptance.concurrency", "0"], "acceptance.concurrency = 0: it must be at least 1"),
+        (["--trainer.accelerator", "tpu"], "the options cannot be used: "),
+        ([*GPU, "1", "--trainer.strategy", "nosuch"], "`strategy='nosuch'`"),
+        ([*GPU, "[0,0]"], "trainer.devices = [0, 0]: a GPU is named twice"),
+        ([*GPU, "abc"], "trainer.devices = 'abc': it names no GPUs"),
+        ([*GPU, "[]"], "trainer.devices = []: no GPU would train"),
+        ([*GPU, "[-1,0]"], "trainer.devices = [-1, 0]: no GPU would train"),
+        (["--plan.prompt_tokens", "385"], "plan.prompt_tokens = 385: a longer prompt is dropped"),
+        (["--plan.answer_tokens", "129"], "plan.answer_tokens = 129: an answer ends at data.sampling.max_new_tokens"),
+        ([*PREFILL, "--plan.prompt_tokens", "512"], "plan.prompt_tokens = 512: a longer conversation is dropped"),
+        ([*PREFILL, "--plan.prompt_tokens", "1"], "a conversation of one token trains nothing"),
+        ([*PREFILL, "--plan.answer_tokens", "9"], "plan.answer_tokens = 9: in prefill mode no answer is made"),
+    ],
+)
+def test_what_a_fit_refuses_does_not_fit(capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
+    assert main(quickstart(*more)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("eagle3 plan: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--trainer.max_steps", "-1"],
+        ["--trainer.max_steps", "-1", "--trainer.max_epochs", "2"],
+        ["--trainer.max_time", "nonsense"],
+        ["--trainer.strategy", "nosuch"],
+        ["--trainer.devices", "abc"],
+        ["--trainer.accelerator", "nosuch"],
+        ["--trainer.barebones", "true"],
+        ["--model.optim.warmup_steps", "5000"],
+    ],
+    ids=" ".join,
+)
+def test_fit_says_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str]) -> None:
+    assert main(quickstart(*more)) == 2
+    ours = capsys.readouterr().err
+    assert main(["fit", *quickstart(*more)[1:], "--run_dir", str(tmp_path / "run")]) == 2
+    theirs = capsys.readouterr().err.splitlines()[-1]
+    assert ours.removeprefix("eagle3 plan: ").strip() == theirs.removeprefix("eagle3 fit: ").strip()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--plan.prompt_tokens", "384", "--plan.answer_tokens", "128"],
+        ["--data.batch.pack_tokens", "127"],
+        [*PREFILL, "--plan.prompt_tokens", "511"],
+        [*GPU, "0,1"],
+        [*GPU, "2", "--trainer.strategy", "ddp"],
+        ["--trainer.max_steps", "-1", "--trainer.max_time", "00:01:00:00"],
+    ],
+    ids=" ".join,
+)
+def test_what_just_fits_fits(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    assert planned(capsys, quickstart(*more))["fits"]
+    assert capsys.readouterr().err == ""  # nothing of the trainer that was made to check its options
+
+
+def test_a_cpu_does_both_and_has_rates_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(quickstart()) == 0
+    assert "no estimate without the rates of this CPU" in capsys.readouterr().out
+    rates = ["--plan.matrix_tflops", "0.1", "--plan.bandwidth_gb_s", "20"]
+    assert main(quickstart(*rates)) == 0
+    text = capsys.readouterr().out
+    assert "the CPU does both" in text
+    assert "GPU" not in text
+    assert "minutes for 0.3 million tokens" in text
+    plan = planned(capsys, quickstart(*rates))
+    assert (plan["shared_gpu"], plan["on_cpu"]) == (False, True)
