@@ -7,6 +7,8 @@ from html import escape
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 34
 NUM_TICKS = 5
+LARGEST = 1e300  # drawn; what is larger is drawn there, so that no span overflows
+_SMALLEST_SPAN = 1e-290  # below it, values are one
 COLORS = ("#2f6fdf", "#d9591c", "#1d9a6c", "#a447c2", "#b8860b", "#d1345b", "#3a9fb5", "#6b7280")
 
 
@@ -17,6 +19,11 @@ class Line:
     label: str
     points: list[tuple[float, float]]
     dots: bool = False
+
+    @property
+    def drawn(self) -> list[tuple[float, float]]:
+        """The points with no value beyond LARGEST."""
+        return [(_within(x), _within(y)) for x, y in self.points]
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,8 @@ def line_chart(chart: Chart) -> str:
         chart: at least one line, each with points.
     """
     title, lines, x_label = chart.title, chart.lines, chart.x_label
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
+    xs = [x for line in lines for x, _ in line.drawn]
+    ys = [y for line in lines for _, y in line.drawn]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     scale = _Scale(min(xs), max(xs), y_ticks[0], y_ticks[-1])
     parts = [f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{scale.y(t):.1f}" y2="{scale.y(t):.1f}"/>'
@@ -64,13 +71,19 @@ def line_chart(chart: Chart) -> str:
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers that enclose [low, high], about `NUM_TICKS` of them."""
-    if high <= low:
-        high = low + (abs(low) or 1.0) * 0.1
+    low, high = _within(low), _within(high)
+    # Closer than floating point can divide evenly: one value, with room above it.
+    if high - low <= max(_SMALLEST_SPAN, 1e-12 * max(abs(low), abs(high))):
+        high = low + max(0.1 * abs(low), _SMALLEST_SPAN) if abs(low) > _SMALLEST_SPAN else low + 0.1
     rough = (high - low) / (NUM_TICKS - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    exponent = math.floor(math.log10(rough))
+    step = next(f * 10.0**exponent for f in (1, 2, 2.5, 5, 10) if f * 10.0**exponent >= rough * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+    return [round(n * step, max(12, 3 - exponent)) for n in range(first, last + 1)]
+
+
+def _within(value: float) -> float:
+    return max(-LARGEST, min(LARGEST, value))
 
 
 class _Scale:
@@ -88,7 +101,7 @@ class _Scale:
 
 
 def _curve(line: Line, number: int, scale: _Scale) -> str:
-    places = [(scale.x(x), scale.y(y)) for x, y in line.points]
+    places = [(scale.x(x), scale.y(y)) for x, y in line.drawn]
     if line.dots or len(places) == 1:
         return "".join(f'<circle class="dot c{number}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>' for x, y in places)
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -96,6 +109,6 @@ def _curve(line: Line, number: int, scale: _Scale) -> str:
 
 
 def _number(value: float) -> str:
-    if abs(value) >= 10000:
+    if 10000 <= abs(value) < 1e12:
         return f"{value / 1000:,.0f}k"
     return f"{value:g}"

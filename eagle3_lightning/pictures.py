@@ -35,7 +35,7 @@ def write_pngs(charts: Sequence[Chart], directory: Path) -> list[Path]:
             FigureCanvasAgg(figure)
             axes = figure.subplots()
             for line, color in zip(chart.lines, COLORS, strict=False):
-                steps, values = zip(*line.points, strict=True)
+                steps, values = zip(*line.drawn, strict=True)
                 single = line.dots or len(steps) == 1
                 axes.plot(steps, values, "o" if single else "-", color=color, label=line.label, linewidth=1.8)
             axes.set_title(chart.title, fontsize=10, loc="left")

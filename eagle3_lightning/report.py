@@ -76,19 +76,23 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere}.dot{stroke:var(--card);stroke-w
 def main(argv: Sequence[str]) -> int:
     """Run `eagle3 report RUN`."""
     parser = StrictParser(prog="eagle3 report", description="Writes one self-contained HTML page of a run.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run of `eagle3 fit`")
-    parser.add_argument("--out", type=Path | None, default=None, metavar="FILE", help="default: RUN/report.html")
+    # As text: an empty Path is the current directory, and an empty argument a variable that was not set.
+    parser.add_argument("run_dir", type=str, metavar="RUN", help="directory of a run of `eagle3 fit`")
+    parser.add_argument("--out", type=str | None, default=None, metavar="FILE", help="default: RUN/report.html")
     parser.add_argument(
-        "--png", type=Path | None, default=None, metavar="DIR", help="also write each chart there as a PNG (matplotlib)"
+        "--png", type=str | None, default=None, metavar="DIR", help="also write each chart there as a PNG (matplotlib)"
     )
     arguments = parser.parse_args(argv[1:])
-    out = arguments.out or arguments.run_dir / "report.html"
-    page = make_page(arguments.run_dir)
-    if arguments.png is not None:
+    places = {"RUN": arguments.run_dir, "--out": arguments.out, "--png": arguments.png}
+    run_dir, out, png = (_place(option, text) for option, text in places.items())
+    assert run_dir is not None
+    out = out or run_dir / "report.html"
+    page = make_page(run_dir)
+    if png is not None:
         from eagle3_lightning.pictures import write_pngs
 
-        files = write_pngs(make_charts(read_run(arguments.run_dir)[0]), arguments.png)
-        print(f"wrote {len(files)} charts into {arguments.png}")
+        files = write_pngs(make_charts(read_run(run_dir)[0]), png)
+        print(f"wrote {len(files)} charts into {png}")
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -96,6 +100,12 @@ def main(argv: Sequence[str]) -> int:
                           "Name a file in a directory that can be written.") from error  # fmt: skip
     print(f"wrote {out}")
     return 0
+
+
+def _place(option: str, text: str | None) -> Path | None:
+    if text is not None and not text.strip():
+        raise ConfigError(option, text, "it is empty", "Name a place, `.` for the current directory.")
+    return None if text is None else Path(text)
 
 
 def make_page(run_dir: Path) -> str:
@@ -163,7 +173,8 @@ def read_curves(run_dir: Path) -> Curves:
 def _add_rows(file: Path, found: dict[str, dict[float, float]]) -> None:
     with file.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            step = float(row.pop("step"))
+            if not math.isfinite(step := float(row.pop("step"))):
+                raise ValueError(f"step {step}")
             for name, text in row.items():
                 if text and math.isfinite(value := float(text)):
                     found.setdefault(name, {})[step] = value
@@ -183,10 +194,11 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         if not isinstance(summary, dict):
             raise ValueError("not an object")
         for key in ("steps", "served_acceptance_length"):
-            float(summary.get(key) or 0)
+            if not math.isfinite(float(summary.get(key) or 0)):
+                raise ValueError(f"{key} is not finite")
         if not isinstance(summary.get("export_dir", ""), str):
             raise ValueError("export_dir is not a path")
-        _cards(summary)
+        _cards(summary), _drops(summary)  # they show what the summary says, if it can be shown
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError("RUN", str(file), f"it is not a summary of a run ({type(error).__name__}: {error})",
                           "Remove it, or repair it.") from error  # fmt: skip
@@ -244,7 +256,8 @@ def _agreement(curves: Curves) -> list[str]:
         before = [(s, tau) for s, tau in curves.get("val/tau", []) if s <= step + 1]
         if before:
             at, tau = before[-1]
-            rows.append((f"{step:,.0f}", f"{served:.3f}", f"{tau:.3f} (step {at:,.0f})", f"{tau / served - 1:+.1%}"))
+            over = f"{tau / served - 1:+.1%}" if served >= 1 else "-"  # below 1: nothing was measured
+            rows.append((f"{step:,.0f}", f"{served:.3f}", f"{tau:.3f} (step {at:,.0f})", over))
     if not rows:
         return []
     head = ("step", "served by vLLM", "simulated on the held-out set", "simulated over served")
@@ -276,10 +289,18 @@ def _files(run_dir: Path) -> list[str]:
     """The supervised-token preview and the configuration, folded."""
     parts, preview = [], run_dir / "preview.html"
     if preview.is_file():  # a page of its own, so it goes into a frame
-        page = escape(preview.read_text(encoding="utf-8"))
+        page = escape(_text(preview))
         parts.append(f'<h2>What is supervised</h2><iframe srcdoc="{page}" title="preview"></iframe>')
     config = run_dir / "config.yaml"
     if config.is_file():
-        text = escape(config.read_text(encoding="utf-8"))
+        text = escape(_text(config))
         parts.append(f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{text}</pre></details>")
     return parts
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError("RUN", str(file), f"it is not UTF-8 text ({error.reason})",
+                          "Remove it, or repair it.") from error  # fmt: skip

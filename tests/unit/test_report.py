@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from eagle3_lightning.charts import Chart, Line, line_chart, ticks
+from eagle3_lightning.charts import LARGEST, Chart, Line, line_chart, ticks
 from eagle3_lightning.cli import main
 from eagle3_lightning.export.read import serve_command
 from eagle3_lightning.report import make_page, read_curves
@@ -61,12 +61,13 @@ def test_a_chart_is_well_formed_and_inside_its_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (1.07, 1.93), (0, 227227), (3e-5, 1e-3), (5.0, 5.0), (-2.0, 7.0)]
-)
+    ("low", "high"), [(0.0, 1.0), (1.07, 1.93), (0, 227227), (3e-5, 1e-3), (5.0, 5.0), (-2.0, 7.0), (0.0, 0.0),
+                     (-1e308, 1e308), (0.0, 1e308), (0.0, 5e-324), (1e-13, 9e-13), (1.0, 1.0 + 1e-15), (-3e200, 3e200)]
+)  # fmt: skip
 def test_ticks_enclose_and_are_few(low: float, high: float) -> None:
     found = ticks(low, high)
-    assert found[0] <= low
-    assert found[-1] >= high
+    assert found[0] <= max(low, -LARGEST)
+    assert found[-1] >= min(high, LARGEST)
     assert 3 <= len(found) <= 7
     assert found == sorted(set(found))
 
@@ -102,3 +103,69 @@ def test_the_serve_command_survives_a_shell(tmp_path: Path) -> None:
     assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
     assert len(words) == 5
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 0.0), (1.0, 1.0 + 1e-15), (-1e308, -1e308)], ids=str)
+def test_any_finite_values_are_drawn_inside_the_frame(run_dir: Path, values: tuple[float, float]) -> None:
+    text = line_chart(Chart("x", [Line("x", [(0, values[0]), (10, values[1])])]))
+    figure = ElementTree.fromstring(text)
+    places = [tuple(map(float, p.split(","))) for p in figure.find(".//polyline").get("points").split()]
+    assert all(0 <= x <= 560 and 0 <= y <= 260 for x, y in places)
+    assert all(len(mark.text) < 12 for mark in figure.iter("text") if mark.text != "optimizer step")
+    rows = "".join(f"{step},{value!r},\n" for step, value in enumerate(values))
+    (run_dir / "logs" / "version_1" / "metrics.csv").write_text(f"step,train/loss,val/tau\n{rows}")
+    assert main(["report", str(run_dir), "--png", str(run_dir / "png")]) == 0
+
+
+@pytest.mark.parametrize("served", [0.0, -1.0, 5e-324])
+def test_a_served_length_of_nothing_has_no_ratio(run_dir: Path, served: float) -> None:
+    (run_dir / "summary.json").write_text(json.dumps({"steps": 30, "served_acceptance_length": served}))
+    page = make_page(run_dir)
+    assert "<td>-</td>" in page
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"samples_dropped": {"too_long": "x"}},
+        {"samples_dropped": {"too_long": None}},
+        {"steps": float("nan")},
+        {"steps": 1, "served_acceptance_length": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_summary_that_cannot_be_shown_is_named(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], summary: dict[str, object]
+) -> None:
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    assert main(["report", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert f"RUN = '{run_dir / 'summary.json'}': it is not a summary of a run" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "preview.html"])
+def test_a_file_that_is_no_text_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (run_dir / name).write_bytes(b"\xff\xfe\x00")
+    assert main(["report", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert f"RUN = '{run_dir / name}': it is not UTF-8 text" in error
+    assert error.count("\n") == 1
+
+
+def test_a_step_that_is_no_number_names_its_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "logs" / "version_0" / "metrics.csv").write_text("step,train/loss\nnan,1.0\n")
+    assert main(["report", str(run_dir)]) == 2
+    assert "metrics.csv': it is not a table of metrics by step (ValueError: step nan)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["RUN", "--png", "--out"])
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_place_is_not_the_current_directory(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str, empty: str
+) -> None:
+    monkeypatch.chdir(run_dir)
+    before = sorted(run_dir.iterdir())
+    assert main(["report", empty] if place == "RUN" else ["report", str(run_dir), place, empty]) == 2
+    assert f"{place} = {empty!r}: it is empty" in capsys.readouterr().err
+    assert sorted(run_dir.iterdir()) == before
