@@ -191,7 +191,9 @@ class Hub:
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, rank))
 
     def _add_producer(self, channel: Channel, restarts: int) -> None:
-        self._producer, self._restarts, self._last_words = channel, restarts, None
+        # Not serving, even where the end of the one before has not been read yet: what is sent to a producer before its
+        # Ready would be sent once more, under another serial, behind it.
+        self._producer, self.serving, self._restarts, self._last_words = channel, False, restarts, None
         self._made_before = self._made
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, None))
 
