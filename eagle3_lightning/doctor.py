@@ -18,6 +18,7 @@ _REQUIRED = ("torch", "lightning", "transformers", "safetensors", "jsonargparse"
 _OPTIONAL = {
     "wandb": "pip install wandb (or use another logger)",
     "tensorboard": "pip install tensorboard, for TensorBoardLogger",
+    "matplotlib": "pip install matplotlib, for `eagle3 report --png`",
     "datasets": "pip install datasets, for prompts from the Hugging Face hub",
 }
 

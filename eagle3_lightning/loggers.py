@@ -9,6 +9,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from eagle3_lightning.run_directory import VALIDATION
+
 WANDB = "lightning.pytorch.loggers.WandbLogger"
 CSV = "lightning.pytorch.loggers.CSVLogger"
 WANDB_ID_FILE = "wandb_id"
@@ -17,7 +19,7 @@ _REACH_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-def complete_logger(logger: Any, run_dir: Path) -> Any:
+def complete_logger(logger: Any, run_dir: Path, validation: bool = False) -> Any:
     """Fill in what the configuration leaves open: a CSV logger beside the others, the run's directory as `save_dir`.
 
     The CSV files are what `eagle3 report` draws.
@@ -25,6 +27,7 @@ def complete_logger(logger: Any, run_dir: Path) -> Any:
     Args:
         logger: `trainer.logger` as parsed: None, true, false, one logger or a list.
         run_dir: the run's directory.
+        validation: of a checkpoint: the logs go to a directory of their own in it, which the run's curves leave alone.
 
     Returns:
         The same, completed; loggers are still configuration and not yet objects.
@@ -32,12 +35,18 @@ def complete_logger(logger: Any, run_dir: Path) -> Any:
     if logger is False:
         return False
     given = [] if logger in (None, True) else logger if isinstance(logger, list) else [logger]
+    log_dir = run_dir / VALIDATION if validation else run_dir
     for entry in given:
+        arguments = entry.init_args
+        if "save_dir" in arguments and arguments.save_dir in (None, ".", str(run_dir)):
+            arguments.save_dir = str(log_dir)  # a run's own config.yaml has its directory in it
         if entry.class_path == WANDB:
-            _complete_wandb(entry.init_args, run_dir)
-        elif entry.init_args.get("save_dir") in (None, "."):
-            entry.init_args.save_dir = str(run_dir)
-    return given if any(entry.class_path == CSV for entry in given) else [*given, _csv(run_dir)]
+            if validation and arguments.id == _stable_id(run_dir):
+                arguments.id = None
+            if arguments.name is None:
+                arguments.name = run_dir.resolve().name + ("-validation" if validation else "")
+            _complete_wandb(arguments, log_dir)
+    return given if any(entry.class_path == CSV for entry in given) else [*given, _csv(log_dir)]
 
 
 def _csv(run_dir: Path) -> Namespace:
@@ -53,17 +62,16 @@ def _csv(run_dir: Path) -> Namespace:
 
 def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
     """One W&B run for a training, also when it is resumed; offline where nobody is logged in."""
-    if arguments.save_dir in (None, "."):
-        arguments.save_dir = str(run_dir)
     if arguments.project is None:
         arguments.project = "eagle3_lightning"
-    if arguments.name is None:
-        arguments.name = run_dir.resolve().name
     if arguments.id is None and arguments.version is None:
         arguments.id = _stable_id(run_dir)
-    if not has_account():
-        arguments.offline = True
-    if not arguments.offline and os.environ.get("WANDB_MODE", "online") == "online" and (fault := wandb_fault()):
+    if arguments.offline:
+        return
+    fault = None if has_account() else "W&B has no account here"
+    if fault is None and os.environ.get("WANDB_MODE", "online") == "online":
+        fault = wandb_fault()
+    if fault is not None:
         _log.warning("%s: this run is logged offline, into %s; `wandb sync` sends it later", fault, run_dir / "wandb")
         arguments.offline = True
 

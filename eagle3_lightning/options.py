@@ -243,8 +243,8 @@ class PromptOptions:
         synthesis: how `self` is written.
     """
 
-    train: list[str | SourceOptions] | str
-    val: list[str | SourceOptions] | str = field(default_factory=list)
+    train: list[str | SourceOptions] | SourceOptions | str
+    val: list[str | SourceOptions] | SourceOptions | str = field(default_factory=list)
     val_fraction: float = 0.02
     max_val_samples: int = 64
     chat_template_kwargs: dict[str, str | bool | int | float] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from pathlib import Path
 from eagle3_lightning.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
+VALIDATION = "validation"  # logs of `eagle3 validate`
 LOCK_FILE = ".lock"
 # What a run leaves that was refused or never made a step; metrics.csv is there from the first logged step on.
 _UNUSED_FILES = (

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -38,6 +39,7 @@ from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
+from eagle3_lightning.usage import Usage
 
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the end is trainer.max_steps, or max_epochs if it is given
@@ -100,6 +102,16 @@ def make_cli(
 
 class _Parser(StrictParser, LightningArgumentParser):
     """LightningCLI's parser without abbreviations."""
+
+    def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> list[str]:
+        """Add them; a logger needs no `save_dir`, which `complete_logger` fills in."""
+        added = super().add_class_arguments(theclass, *args, **kwargs)
+        if isinstance(theclass, type) and issubclass(theclass, Logger):
+            for action in self._actions:
+                if action.dest == "save_dir" and action.required:
+                    action.required = False
+                    self.set_defaults(save_dir=".")
+        return list(added)
 
 
 class Eagle3CLI(LightningCLI):
@@ -208,12 +220,14 @@ class Eagle3CLI(LightningCLI):
         """Check what spans several groups, and complete the loggers."""
         config = self.config[self.subcommand]
         check_barebones(config.trainer)
-        config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir)
-        if self.subcommand == "fit":
+        validation = self.subcommand == "validate"
+        config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation)
+        if not validation:
             check_end(config.trainer)
-            rank_zero_only(self._lock.acquire)(config.run_dir)
+        rank_zero_only(self._lock.acquire)(config.run_dir)
+        if not validation:
             rank_zero_only(check_run_dir)(config.run_dir, config.ckpt_path)
-        config.trainer.logger = complete_logger(config.trainer.logger, config.run_dir)
+        config.trainer.logger = complete_logger(config.trainer.logger, config.run_dir, validation)
 
 
 def _checkpoint_dir(run_dir: Path | None) -> Path | None:
@@ -234,7 +248,8 @@ def in_one_line() -> Iterator[None]:
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         if os.environ.get("JSONARGPARSE_DEBUG"):
             raise
-        raise OptionsError(f"the options cannot be used: {' '.join(str(error).split())}") from error
+        text = Usage({}).explain(str(error)) or f"the options cannot be used: {' '.join(str(error).split())}"
+        raise OptionsError(text) from error
 
 
 def check_callback(callback: Callback, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -253,15 +268,23 @@ def check_callback(callback: Callback, trainer: Trainer, module: LightningModule
         raise ConfigError("export.vllm_version", error.value, error.problem, error.remedy) from error
 
 
-def check_checkpoint(ckpt_path: Any, run_dir: Path) -> str | None:
+def check_checkpoint(ckpt_path: Any, run_dir: Path, needed: bool = False) -> str | None:
     """The checkpoint to load as a file, or None.
 
     Lightning's own `last` starts a new run silently where there is no checkpoint; here it is an error.
 
+    Args:
+        ckpt_path: as given.
+        run_dir: of the run.
+        needed: whether the command does nothing without one.
+
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or none is named where one is needed.
     """
+    remedy = "Name a checkpoint file, or `last` for the last one of --run_dir."
     if ckpt_path is None:
+        if needed:
+            raise ConfigError("--ckpt_path", None, "there is nothing to validate without a checkpoint", remedy)
         return None
     file = run_dir / CHECKPOINTS / "last.ckpt" if str(ckpt_path) == "last" else Path(ckpt_path)
     if not file.is_file():
@@ -269,7 +292,7 @@ def check_checkpoint(ckpt_path: Any, run_dir: Path) -> str | None:
             "--ckpt_path",
             str(ckpt_path),
             f"there is no checkpoint {file}",
-            "Name a checkpoint file, or leave --ckpt_path out to start a new run.",
+            remedy if needed else "Name a checkpoint file, or leave --ckpt_path out to start a new run.",
         )
     return str(file)
 

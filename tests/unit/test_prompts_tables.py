@@ -10,7 +10,7 @@ import pytest
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.prompts.order import SampleOrder
-from eagle3_lightning.prompts.sources import as_sources, open_source, split_by_hash
+from eagle3_lightning.prompts.sources import as_sources, check_faults, open_source, split_by_hash
 from eagle3_lightning.prompts.tables import StreamSource
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -135,6 +135,21 @@ def test_tables_that_cannot_be_opened(tmp_path):
         open_source(SourceOptions(str(tmp_path / "broken.parquet")), "opt")
     with pytest.raises(ConfigError, match="there is no such file"):
         open_source(SourceOptions(str(tmp_path / "none.parquet")), "opt")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "mixed" / "b.txt").write_text("b\n")
+    (tmp_path / "mixed" / "c.json").write_text('{"text": "c"}\n')
+    with pytest.raises(ConfigError, match=r"Couldn't cast .*; it holds a.jsonl, b.txt, c.json\. Let its files be"):
+        open_source(SourceOptions(str(tmp_path / "mixed")), "opt")
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_the_advice_names_options_that_the_command_has(tmp_path, of_a_run):
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    source = open_source(SourceOptions(str(tmp_path / "bad.jsonl")), "--prompts")
+    with pytest.raises(ConfigError, match="1 of 1 rows cannot be used") as refused:
+        check_faults([source], "--prompts", 0.0, of_a_run)
+    assert ("max_dropped_share" in str(refused.value)) is of_a_run
 
 
 def test_sources_as_the_user_writes_them():
@@ -143,8 +158,17 @@ def test_sources_as_the_user_writes_them():
         SourceOptions("a.jsonl"),
         SourceOptions("b", weight=2.0),
     ]
-    with pytest.raises(ConfigError, match=r"neither a path nor a source with known keys. The keys are path, weight"):
-        as_sources(['{"pathh": "x"}'], "data.prompts.train")
+    assert as_sources(SourceOptions("b", weight=2.0), "opt") == [SourceOptions("b", weight=2.0)]
+    for text, problem in (
+        ('{"pathh": "x"}', "no such key: pathh"),
+        ("{path: x, wieght: 3}", "no such key: wieght"),
+        ("[{path: x}, {weight: 3}]", "`path` is missing"),
+        ("[{path: x, weight: abc}]", "one of these is of the wrong type: weight: 'abc'"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            as_sources([text], "data.prompts.train")
+        assert refused.value.problem == f"it is neither a path nor a source ({problem})"
+        assert refused.value.remedy.startswith("The keys are path, weight")
     with pytest.raises(ConfigError, match="a share must be positive"):
         SourceOptions("a", weight=0.0)
 
