@@ -296,8 +296,11 @@ def test_the_end_of_a_dead_producer_is_not_taken_for_that_of_the_next():
         b.start_producer()
         b.queues[0].wait_ready(10.0)
         first = b.producer_socket
-        b.start_producer(restarts=1)  # the hub has not read the end of the first yet
-        first.shutdown(socket.SHUT_RDWR)
+        b.start_producer(restarts=1)
+        attached = threading.Event()
+        b.hub.post(attached.set)
+        assert attached.wait(10)
+        first.shutdown(socket.SHUT_RDWR)  # the hub reads the end of the first when it has the second
         b.queues[0].feed("train", (request(i) for i in range(10)))
         assert [item.index for item in take_all(b.queues[0])] == list(range(10))
         assert not lost
