@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.layers import LayerPlan, plan_layers
 from eagle3_lightning.options import PromptOptions
-from eagle3_lightning.plan.check import check_data
+from eagle3_lightning.plan.check import check_data, check_export
 from eagle3_lightning.plan.lengths import read_lengths
 from eagle3_lightning.plan.memory import GIB, Item, Precision, engine_items, trainer_items
 from eagle3_lightning.plan.run import PlanOptions, Run
@@ -139,6 +139,7 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
     shape = read_shape(run.target, run.engine.dtype)
     draft = DraftConfig.resolve(run.draft, shape.info)
     layers = plan_layers(run.target.layers, shape.info.num_layers, run.target.layer_convention)
+    check_export(draft, run.vllm_version)
     check_data(shape.info, run.prompts, run.sampling, run.engine, run.queue, run.batch)
     lengths, assumed = read_lengths(run, options)
     rates = _rates(run, options)

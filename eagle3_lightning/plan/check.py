@@ -18,7 +18,9 @@ from eagle3_lightning.callbacks.export import ExportCallback
 from eagle3_lightning.callbacks.preview import PreviewCallback
 from eagle3_lightning.callbacks.progress import ProgressCallback
 from eagle3_lightning.callbacks.throughput import ThroughputCallback
+from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.export.schema import check_servable
 from eagle3_lightning.extract.engine import check_capacity, check_extra
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import (
@@ -130,6 +132,25 @@ def check_data(
             f"no prompt fits beside an answer of data.sampling.max_new_tokens = {sampling.max_new_tokens}",
             "Raise it, or lower max_new_tokens.",
         )
+
+
+def check_export(draft: DraftConfig, vllm_version: str | None) -> None:
+    """Refuse a draft that the vLLM which will serve it cannot serve.
+
+    Args:
+        draft: its sizes and norms.
+        vllm_version: as given; None is the one that is installed where the run will be, of which nothing is known.
+
+    Raises:
+        ConfigError: it cannot, or there is no such version.
+    """
+    if vllm_version is None:
+        return
+    try:
+        check_servable(draft, vllm_version)
+    except ConfigError as error:
+        option = "export.vllm_version" if error.option == "--vllm-version" else error.option
+        raise ConfigError(option, error.value, error.problem, error.remedy) from error
 
 
 def longest_sample(engine: EngineOptions, batch: BatchOptions) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from eagle3_lightning.checks import COUNT, POSITIVE, check_numbers
+from eagle3_lightning.checks import COUNT, POSITIVE, Range, check_number, check_numbers
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
@@ -33,6 +33,8 @@ _PRECISIONS = {
     "bf16-mixed": (4, 2),
     "bf16": (4, 2),
 }
+
+SEED = Range(0, 2**32 - 1)  # NumPy's, which every fit seeds
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Run:
     compute_bytes: int
     accumulate: int
     max_steps: int
+    vllm_version: str | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -107,6 +110,8 @@ def read_run(config: Any) -> Run:
     gpus = read_gpus(trainer.devices, notes) if on_gpus(trainer.accelerator, notes) else []
     check_trainer(trainer, optim, gpus)
     check_callbacks(config)
+    check_number("seed_everything", config.seed_everything, SEED)
+    check_number("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, COUNT, 1)
     _typed(CacheOptions, data.cache)
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
@@ -132,6 +137,7 @@ def read_run(config: Any) -> Run:
         compute_bytes=compute,
         accumulate=int(trainer.accumulate_grad_batches),
         max_steps=int(trainer.max_steps),
+        vllm_version=config.export.vllm_version,
         notes=notes,
     )
 

@@ -164,6 +164,8 @@ PREFILL = ["--data.sampling.mode", "prefill"]
         (["--data.prompts.val", "[b, {path: a, weight: -3}]"], "weight = -3.0: a share must be positive"),
         (["--data.cache.max_gib", "-1"], "data.cache.max_gib = -1.0: it must be more than 0"),
         (["--acceptance.concurrency", "0"], "acceptance.concurrency = 0: it must be at least 1"),
+        (["--seed_everything", "-5"], "seed_everything = -5: it must lie in [0, 4294967295]"),
+        (["--trainer.accumulate_grad_batches", "0"], "trainer.accumulate_grad_batches = 0: it must be at least 1"),
         (["--trainer.accelerator", "tpu"], "the options cannot be used: "),
         ([*GPU, "1", "--trainer.strategy", "nosuch"], "`strategy='nosuch'`"),
         ([*GPU, "[0,0]"], "trainer.devices = [0, 0]: a GPU is named twice"),
@@ -196,6 +198,8 @@ def test_what_a_fit_refuses_does_not_fit(capsys: pytest.CaptureFixture[str], mor
         ["--trainer.accelerator", "nosuch"],
         ["--trainer.barebones", "true"],
         ["--model.optim.warmup_steps", "5000"],
+        ["--export.vllm_version", "nosuch"],
+        ["--export.vllm_version", "0.19.0", "--model.draft.fc_norm", "true"],
     ],
     ids=" ".join,
 )
