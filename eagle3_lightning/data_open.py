@@ -24,15 +24,16 @@ from eagle3_lightning.options import (
     SamplingOptions,
     TargetOptions,
 )
+from eagle3_lightning.prompts.own import OwnPrompts
 from eagle3_lightning.prompts.requests import RequestStream
-from eagle3_lightning.prompts.setup import TRAIN, check_lengths, open_prompts, own_prompts
+from eagle3_lightning.prompts.setup import TRAIN, check_lengths, open_prompts
 from eagle3_lightning.prompts.sources import as_sources
 from eagle3_lightning.prompts.states import StateStream, open_states
 from eagle3_lightning.stream.files import FinalNorm
 from eagle3_lightning.stream.foreign import holds_states
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
-from eagle3_lightning.stream.store import SampleStore, StoreFacts
+from eagle3_lightning.stream.store import FACTS_FILE, SampleStore, StoreFacts, check_place
 from eagle3_lightning.target import TargetInfo, load_final_norm
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class DataOpener:
         options: DataOptions,
         info: TargetInfo,
         layers: LayerPlan,
-        trainer: "pl.Trainer | None",
         make_extractor: "Callable[[Path, int], Extractor]",
+        check_engine: Callable[[], None],
     ) -> None:
         """Open nothing yet.
 
@@ -96,24 +97,59 @@ class DataOpener:
             options: of the run.
             info: the target.
             layers: that are captured.
-            trainer: its ranks share what is opened.
             make_extractor: run directory and number of ranks to an Extractor.
+            check_engine: refuses options that vLLM cannot be started with.
         """
         self._options, self._info, self._layers = options, info, layers
-        self._trainer, self._make_extractor = trainer, make_extractor
+        self._make_extractor, self._check_engine = make_extractor, check_engine
+        self._trainer: pl.Trainer | None = None
+        self._states: tuple[dict[Stream, AnyStream], AnyFeed] | None = None
+        self._own: OwnPrompts | None = None
+        self._requests: dict[Stream, RequestStream] = {}
         self._dtype: torch.dtype = getattr(
             torch, info.dtype if options.engine.dtype == "auto" else options.engine.dtype
         )
         self.extractor: Extractor | None = None
 
-    def open(self) -> tuple[dict[Stream, AnyStream], AnyFeed]:
+    def check(self) -> None:
+        """Open what can be read, and refuse what it shows; nothing is written or started. `open` goes on from there.
+
+        Raises:
+            ConfigError: anything that files and options show to be wrong.
+        """
+        if self._own is not None or self._states is not None:
+            return
+        self._states = self._open_states()
+        if self._states is not None:
+            return
+        o = self._options
+        check_lengths(self._info, o.engine, o.sampling)
+        own = OwnPrompts(o.target, self._info, o.prompts, o.engine, o.run_dir)
+        with own.stand_in() as prompts:
+            streams = self._open_requests(prompts)
+        is_whole = not own.wanted or own.written
+        has_store = o.cache.dir is not None and (o.cache.dir / FACTS_FILE).exists()
+        if o.cache.dir is not None:
+            check_place(o.cache.dir, self._store_facts(streams), () if is_whole else ("prompts",))
+        if not (is_whole and has_store):  # a store may hold all that is needed
+            self._check_engine()
+        if is_whole:
+            self._requests = streams
+        self._own = own
+
+    def open(self, trainer: "pl.Trainer | None") -> tuple[dict[Stream, AnyStream], AnyFeed]:
         """Streams of samples, and the feed that they come from.
+
+        Args:
+            trainer: its ranks share what is opened.
 
         Raises:
             ConfigError: anything that can be known to be wrong before vLLM starts.
             ProducerError: vLLM did not start.
         """
-        return self._open_states() or self._open_prompts()
+        self._trainer = trainer
+        self.check()
+        return self._states or self._open_prompts()
 
     def _open_states(self) -> tuple[dict[Stream, AnyStream], AnyFeed] | None:
         """A feed of states that were stored before, if that is what the sources are; vLLM is not needed then."""
@@ -133,12 +169,14 @@ class DataOpener:
 
     def _open_prompts(self) -> tuple[dict[Stream, AnyStream], AnyFeed]:
         """A feed of samples that vLLM makes of prompts; of the store alone, if all of them are there already."""
-        check_lengths(self._info, self._options.engine, self._options.sampling)
-        o = self._options
-        prompts = own_prompts(o.target, self._info, o.prompts, o.engine, o.run_dir, self._trainer)
-        streams = open_prompts(o.target, self._info, prompts, o.sampling, o.engine, o.queue, o.batch, o.seed)
+        assert self._own is not None
+        streams = self._requests
+        if not streams:
+            assert self._trainer is not None
+            streams = self._open_requests(self._own.write(self._trainer))
         store, disk = self._open_store(streams)
-        if store is not None and disk is not None and is_complete(store, streams, o.prompts.max_val_samples):
+        max_val_samples = self._options.prompts.max_val_samples
+        if store is not None and disk is not None and is_complete(store, streams, max_val_samples):
             _log.info("every sample is in %s: vLLM is not started", store.directory)
             return dict(streams), disk
         assert self._trainer is not None
@@ -146,13 +184,15 @@ class DataOpener:
         alone = self._trainer.world_size == 1
         return dict(streams), QueueFeed(queue, self.extractor, streams, store, disk, alone)
 
-    def _open_store(self, streams: dict[Stream, RequestStream]) -> tuple[SampleStore | None, DiskFeed | None]:
-        if self._options.cache.dir is None:
-            return None, None
+    def _open_requests(self, prompts: PromptOptions) -> dict[Stream, RequestStream]:
+        o = self._options
+        return open_prompts(o.target, self._info, prompts, o.sampling, o.engine, o.queue, o.batch, o.seed)
+
+    def _store_facts(self, streams: dict[Stream, RequestStream]) -> StoreFacts:
         chat = streams["train"].chat.fingerprint()
         rows = "/".join(streams[stream].rows_fingerprint() for stream in sorted(streams))
         dtype = str(self._dtype).removeprefix("torch.") if self._options.cache.dtype == "target" else "fp8"
-        facts = StoreFacts(
+        return StoreFacts(
             target=self._info.fingerprint,
             aux_layers=self._layers.aux,
             last_layer=self._layers.last,
@@ -163,11 +203,15 @@ class DataOpener:
             prompts=rows,
             sampling=sampling_fingerprint(self._options.sampling),
         )
+
+    def _open_store(self, streams: dict[Stream, RequestStream]) -> tuple[SampleStore | None, DiskFeed | None]:
+        if self._options.cache.dir is None:
+            return None, None
         norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
         o = self._options
         limits = (o.engine.max_model_len, o.batch.pack_tokens, o.queue.capacity_tokens)
         num_writers = 1 if self._trainer is None else self._trainer.world_size
-        store = SampleStore(o.cache, facts, norm, self._dtype, limits, num_writers)
+        store = SampleStore(o.cache, self._store_facts(streams), norm, self._dtype, limits, num_writers)
         load: Loader = lambda stream, index: store.load(stream, streams[stream].row_id(index), index)  # noqa: E731
         return store, DiskFeed(load, self._options.batch.pack_tokens, self._options.queue.max_dropped_share)
 

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from eagle3_lightning.batch import Eagle3Batch
 from eagle3_lightning.data_feed import AnySample
+from eagle3_lightning.data_loaders import TrainLoader, ValLoader, drain
 from eagle3_lightning.data_open import AnyFeed, AnyStream, DataOpener, DataOptions, sampling_fingerprint
 from eagle3_lightning.data_stream import Prefetcher, Round, RoundMaker, StepLedger, make_filler
 from eagle3_lightning.errors import ConfigError
@@ -106,6 +108,7 @@ class HiddenStateDataModule(pl.LightningDataModule):
         self.cache = cache or CacheOptions()
         self.run_dir, self.seed = run_dir, seed
         self.ready: Ready | None = None  # what the engine said of itself, once it is up
+        self._opener: DataOpener | None = None
         self._extractor: Extractor | None = None
         self._feed: AnyFeed | None = None
         self._streams: dict[Stream, AnyStream] = {}
@@ -121,6 +124,18 @@ class HiddenStateDataModule(pl.LightningDataModule):
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Refuse what files and options alone show to be wrong; `setup` goes on with what was opened for it.
+
+        Raises:
+            ConfigError: as `setup` raises it. Nothing has been written or started, loggers included.
+        """
+        if self._opener is None:
+            self.info = inspect_target(self.target)
+            self.layers = plan_layers(self.target.layers, self.info.num_layers, self.target.layer_convention)
+            self._opener = DataOpener(self._options(), self.info, self.layers, self._make_extractor, self._check_engine)
+            self._opener.check()
+
     def setup(self, stage: str) -> None:
         """Check target, prompts and lengths, then start vLLM (on rank 0; the other ranks join its queue).
 
@@ -130,11 +145,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
         """
         if self._feed is not None:
             return
-        self.info = inspect_target(self.target)
-        self.layers = plan_layers(self.target.layers, self.info.num_layers, self.target.layer_convention)
-        opener = DataOpener(self._options(), self.info, self.layers, self.trainer, self._make_extractor)
+        self.check()
+        assert self._opener is not None
+        opener, self._opener = self._opener, None
         try:
-            self._streams, self._feed = opener.open()
+            self._streams, self._feed = opener.open(self.trainer)
         finally:
             self._extractor = opener.extractor
             if self._feed is None:
@@ -177,12 +192,12 @@ class HiddenStateDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Iterable[Eagle3Batch]:
         """Batches of one epoch, or of what is left of it after a resume."""
-        return _TrainLoader(self)
+        return TrainLoader(self._epoch)
 
     def val_dataloader(self) -> Iterable[Eagle3Batch]:
         """The held-out batches of this rank: made once, before any training sample, and kept in CPU memory."""
         self._start_streams()
-        return _ValLoader(self._val) if self._val else []
+        return ValLoader(self._val) if self._val else []
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -261,6 +276,9 @@ class HiddenStateDataModule(pl.LightningDataModule):
             self.seed,
         )
 
+    def _check_engine(self) -> None:
+        self._make_extractor(self.run_dir or Path(), 1)  # which checks all that it can, and starts nothing
+
     def _make_extractor(self, run_dir: Path, world_size: int) -> "Extractor":
         from eagle3_lightning.extract.supervisor import Extractor
 
@@ -329,7 +347,7 @@ class HiddenStateDataModule(pl.LightningDataModule):
         self._resumed = False
         if self._prefetcher is None:
             pin = self.trainer.strategy.root_device.type == "cuda"
-            self._prefetcher = Prefetcher(chain(_drain(self._held), self._source), _PREFETCH_ROUNDS, pin)
+            self._prefetcher = Prefetcher(chain(drain(self._held), self._source), _PREFETCH_ROUNDS, pin)
         for round_ in chain(again, iter(self._prefetcher.get, None)):
             assert round_.first_sample >= trained, f"sample {round_.first_sample} would be trained on twice"
             if not any(round_ is known for known in self._recent):
@@ -354,45 +372,20 @@ class HiddenStateDataModule(pl.LightningDataModule):
         self.trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
 
     def _close(self) -> None:
-        # The thread reads the arena: it must be gone before the arena is. Closing the feed ends its wait.
-        if self._prefetcher is not None:
-            self._prefetcher.stop()
-        if self._feed is not None:
-            self._feed.close()
-        if self._prefetcher is not None:
-            self._prefetcher.join(_JOIN_TIMEOUT_S)
-        if self._feed is not None:
-            self._feed.join()
-        if self._extractor is not None:
-            self._extractor.close()
+        # The thread reads the arena: it must be gone before the arena is. Closing the feed ends its wait. Whatever one
+        # of them raises, the others are closed.
+        prefetcher, feed, extractor = self._prefetcher, self._feed, self._extractor
         self._prefetcher = self._feed = self._extractor = self._maker = None
         self._held.clear()
         self._begun.clear()
-
-
-class _TrainLoader:
-    """What Lightning iterates over, once an epoch. It has no length: nobody knows how long the answers will be."""
-
-    def __init__(self, datamodule: HiddenStateDataModule) -> None:
-        self._datamodule = datamodule
-
-    def __iter__(self) -> Iterator[Eagle3Batch]:
-        return self._datamodule._epoch()
-
-
-class _ValLoader:
-    """The validation batches; a list would pass for one loader per batch."""
-
-    def __init__(self, batches: list[Eagle3Batch]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Eagle3Batch]:
-        return iter(self._batches)
-
-
-def _drain(rounds: deque[Round]) -> Iterator[Round]:
-    while rounds:
-        yield rounds.popleft()
+        with ExitStack() as last_first:
+            if extractor is not None:
+                last_first.callback(extractor.close)
+            if feed is not None:
+                last_first.callback(feed.join)
+            if prefetcher is not None:
+                last_first.callback(prefetcher.join, _JOIN_TIMEOUT_S)
+            if feed is not None:
+                last_first.callback(feed.close)
+            if prefetcher is not None:
+                last_first.callback(prefetcher.stop)

@@ -20,7 +20,7 @@ _UNUSED_FILES = (
     "config*.yaml",
     "hparams.yaml",
     "preview.html",
-    "self_prompts.jsonl",  # not made a second time
+    "self_prompts.json*",  # not made a second time under the same options
     "wandb_id",
     "events.out.tfevents.*",  # of TensorBoard, which writes one as soon as it is made
     ".*.partial",

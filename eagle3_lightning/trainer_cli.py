@@ -215,6 +215,7 @@ class Eagle3CLI(LightningCLI):
             schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
             self.model.on_load_checkpoint(read_checkpoint(ckpt_path, "--ckpt_path"))
+        self.datamodule.check()  # before Lightning has the loggers begin
 
     def before_instantiate_classes(self) -> None:
         """Check what spans several groups, and complete the loggers."""

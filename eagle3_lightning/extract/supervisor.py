@@ -76,8 +76,8 @@ class Extractor:
             trust_remote_code: see TargetOptions.
 
         Raises:
-            ConfigError: vLLM is missing or too old, an option collides with the project's own, or a sample of
-                `max_model_len` does not fit the arena.
+            ConfigError: vLLM is missing or too old, an option collides with the project's own, a sample of
+                `max_model_len` does not fit the arena, the arena not the memory, or no socket can be made.
         """
         _check(engine, queue)
         self.log_path = run_dir / "vllm.log"
@@ -105,6 +105,8 @@ class Extractor:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
+        Arena.plan(queue.capacity_tokens, queue.block_tokens, self._num_layers, self._hidden_size, self._settings.dtype)
+        os.rmdir(_make_private_dir(queue.socket_dir))  # it can be made
         self._queue: SampleQueue | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._monitor: threading.Thread | None = None

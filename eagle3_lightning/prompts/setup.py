@@ -1,9 +1,5 @@
 """From the options to the request streams, with everything checked that the files alone can show."""
 
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
@@ -16,19 +12,12 @@ from eagle3_lightning.options import (
 )
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.requests import RequestStream
-from eagle3_lightning.prompts.sources import SELF, AnySource, as_sources, check_faults, open_source, split_by_hash
-from eagle3_lightning.prompts.synthesis import synthesize_prompts
+from eagle3_lightning.prompts.sources import AnySource, as_sources, check_faults, open_source, split_by_hash
 from eagle3_lightning.prompts.tables import StreamSource
-from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.target import TargetInfo
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
 TRAIN, VAL = "data.prompts.train", "data.prompts.val"
-OWN_PROMPTS = "self_prompts.jsonl"  # in a run's directory: what its target wrote
-_WRITING_TIMEOUT_S = 24 * 3600.0  # of prompts, on rank 0; what it waits for itself has deadlines of its own
 VAL_SEED = 0  # the held-out samples are the same for every seed of the run, so that their curves compare
 
 
@@ -96,38 +85,6 @@ def check_lengths(info: TargetInfo, engine: EngineOptions, sampling: SamplingOpt
             f"no prompt fits beside it into data.engine.max_model_len = {longest}",
             "Lower it, or raise max_model_len.",
         )
-
-
-def own_prompts(
-    target: TargetOptions,
-    info: TargetInfo,
-    prompts: PromptOptions,
-    engine: EngineOptions,
-    run_dir: Path | None,
-    trainer: "pl.Trainer | None",
-) -> PromptOptions:
-    """Let the target write the prompts that the options call `self`; a resumed run finds them in its directory.
-
-    Returns:
-        The options with a file in the place of `self`.
-
-    Raises:
-        ConfigError: the run has no directory to put them.
-    """
-    sources = as_sources(prompts.train, TRAIN)
-    if not any(source.path == SELF for source in sources):
-        return prompts
-    if run_dir is None:
-        raise ConfigError(TRAIN, SELF, "the prompts need a place", "Give the run a directory.")
-    assert trainer is not None
-    own = run_dir / OWN_PROMPTS
-    with rank_zero_first(trainer, "the writing of prompts", _WRITING_TIMEOUT_S) as here:
-        if here and not own.exists():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            kwargs = dict(prompts.chat_template_kwargs)
-            synthesize_prompts(target, info, prompts.synthesis, engine, own, kwargs)
-    named: list[str | SourceOptions] = [replace(s, path=str(own)) if s.path == SELF else s for s in sources]
-    return replace(prompts, train=named)
 
 
 def source_weights(options: list[SourceOptions], sources: list[AnySource], option: str) -> list[float] | None:

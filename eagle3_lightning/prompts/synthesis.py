@@ -142,14 +142,7 @@ def synthesize_prompts(
         raise ConfigError("--out", str(out), "it exists already", "Name a new file.")
     chat = ChatTokenizer(info, dict(template_kwargs or {}), target.trust_remote_code)
     turn = chat.user_turn()
-    longest = len(turn.opening) + options.max_tokens + 1
-    if longest > engine.max_model_len:
-        raise ConfigError(
-            "synthesis.max_tokens",
-            options.max_tokens,
-            f"with the template's opening it needs {longest} tokens and engine.max_model_len is {engine.max_model_len}",
-            "Lower it, or raise max_model_len.",
-        )
+    longest = check_room(turn, options, engine)
     engine = replace(engine, max_model_len=longest)
     queue = QueueOptions(capacity_tokens=engine.max_num_seqs * longest + 4096, max_dropped_share=1.0)
     sampling = SamplingOptions(
@@ -181,6 +174,23 @@ def synthesize_prompts(
     _write(out, kept)
     say(f"the target wrote its own prompts: {report}")
     return report
+
+
+def check_room(turn: UserTurn, options: SynthesisOptions, engine: EngineOptions) -> int:
+    """Tokens of the longest prompt with its opening.
+
+    Raises:
+        ConfigError: they are more than the engine takes.
+    """
+    longest = len(turn.opening) + options.max_tokens + 1
+    if longest > engine.max_model_len:
+        raise ConfigError(
+            "synthesis.max_tokens",
+            options.max_tokens,
+            f"with the template's opening it needs {longest} tokens and engine.max_model_len is {engine.max_model_len}",
+            "Lower it, or raise max_model_len.",
+        )
+    return longest
 
 
 def collect(

@@ -121,9 +121,9 @@ class Arena:
         everything = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         return everything[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
-    @classmethod
-    def create(cls, capacity_tokens: int, block_tokens: int, num_layers: int, hidden_size: int, dtype: str) -> "Arena":
-        """Make a new region of at least `capacity_tokens` rows.
+    @staticmethod
+    def plan(capacity_tokens: int, block_tokens: int, num_layers: int, hidden_size: int, dtype: str) -> ArenaLayout:
+        """The layout of a region of at least `capacity_tokens` rows, which is not made yet.
 
         Raises:
             ConfigError: the memory that is free cannot hold it.
@@ -138,6 +138,16 @@ class Arena:
                 f"{free_bytes / 2**30:.2f} GiB of memory are available",
                 "Lower it, or free memory.",
             )
+        return layout
+
+    @classmethod
+    def create(cls, capacity_tokens: int, block_tokens: int, num_layers: int, hidden_size: int, dtype: str) -> "Arena":
+        """Make a new region of at least `capacity_tokens` rows.
+
+        Raises:
+            ConfigError: the memory that is free cannot hold it.
+        """
+        layout = cls.plan(capacity_tokens, block_tokens, num_layers, hidden_size, dtype)
         fd = os.memfd_create("eagle3-arena", os.MFD_CLOEXEC)
         os.ftruncate(fd, layout.total_bytes)
         return cls(fd, layout)

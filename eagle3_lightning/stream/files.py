@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3_lightning.errors import SampleError
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.stream.packer import supervised
 from eagle3_lightning.stream.sample import FinishedSample
@@ -30,7 +31,7 @@ _LAST_AMPLITUDE = 32.0  # fp8 has one scale for all layers of a token: bring the
 _INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
-class SampleFileError(ValueError):
+class SampleFileError(SampleError, ValueError):
     """A file that cannot be read as a sample."""
 
 
@@ -86,12 +87,14 @@ class StoredSample:
                 self.token_ids: list[int] = file.get_tensor("token_ids").tolist()
                 self.num_rows, self.num_layers, self.hidden_size = file.get_slice("hidden_states").get_shape()
                 mask = file.get_tensor("loss_mask").bool() if "loss_mask" in file.keys() else None  # noqa: SIM118
+            self.prompt_tokens = int(facts.get("prompt_tokens", 0))
         except (OSError, SafetensorError, ValueError) as error:
             raise SampleFileError(f"{path}: {error}") from error
         if len(self.token_ids) != self.num_rows:
             raise SampleFileError(f"{path}: {len(self.token_ids)} token ids and {self.num_rows} rows")
+        if mask is not None and mask.shape != (self.num_rows,):
+            raise SampleFileError(f"{path}: a loss mask of {list(mask.shape)} for {self.num_rows} rows")
         self.name = facts.get("name", path.stem)
-        self.prompt_tokens = int(facts.get("prompt_tokens", 0))
         self.finish_reason = facts.get("finish_reason", "stop")
         self.spans = runs(mask) if mask is not None else []
 

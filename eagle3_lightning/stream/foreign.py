@@ -116,14 +116,14 @@ class StateSource:
         return runs(torch.tensor(row["loss_mask"]).bool())
 
     def _check_ours(self, directory: Path, option: str, plan: LayerPlan) -> None:
-        facts = read_facts(directory)
-        if facts["target"] != self._info.fingerprint:
+        facts = read_facts(directory, option)
+        if facts.get("target") != self._info.fingerprint:
             raise ConfigError(
                 option, self.label, "its states are of another target", "Name its target, or other states."
             )
-        if tuple(facts["aux_layers"]) != plan.aux:
-            raise ConfigError(option, self.label, f"its auxiliary layers are {facts['aux_layers']} and the run's "
-                              f"{list(plan.aux)}", f"Set target.layers to {facts['aux_layers']}.")  # fmt: skip
+        if facts.get("aux_layers") != list(plan.aux):
+            raise ConfigError(option, self.label, f"its auxiliary layers are {facts.get('aux_layers')} and the run's "
+                              f"{list(plan.aux)}", f"Set target.layers to {facts.get('aux_layers')}.")  # fmt: skip
 
 
 class PtSample:

@@ -6,15 +6,17 @@ DIR/{train,val}/dropped.jsonl               rows that cannot be made, and why
 DIR/{train,val}/*.arrow, ...                the data set that speculators expects beside them (`write_indexes`)
 """
 
+import errno
 import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -26,10 +28,11 @@ from eagle3_lightning.stream.sample import FinishedSample
 
 OPTION = "data.cache.dir"
 FORMAT = 1
+FACTS_FILE = "cache.json"
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
-# Reasons that lie in the sample; the others (an engine that died) may not come again. `too_long` holds under the same
-# limits alone.
+# Reasons that lie in the sample; the others (an engine that died) may not come again. `too_long` is kept with the
+# limits that it was judged by, and says nothing to a run with others.
 _LASTING: tuple[DropReason, ...] = ("bad_record", "too_long", "empty_mask", "non_finite")
 
 
@@ -90,22 +93,35 @@ class SampleStore:
         self._norm, self._dtype, self._fp8 = norm, dtype, options.dtype == "fp8"
         self._max_bytes = int(options.max_gib * 2**30)
         self._limits, self._num_writers = list(limits), num_writers
-        self._check_facts(facts)
-        self._rows: dict[Stream, set[int]] = {}
+        self._shape = (len(facts.aux_layers) + 1, facts.hidden_size)
+        check_place(options.dir, facts)
+        self._rows: dict[Stream, set[int]] = {}  # whose files have been looked into
         self._indexed: dict[Stream, set[int]] = {}  # rows at the opening, or at the last `write_indexes`
         self._dropped: dict[Stream, dict[int, Dropped]] = {}
         self.num_bytes = 0
-        for stream in ("train", "val"):
-            self._scan(stream)
+        try:
+            self._write_facts(facts)
+            for stream in ("train", "val"):
+                self._scan(stream)
+        except OSError as error:
+            raise _cannot_be_used(options.dir, error) from error
 
     def has(self, stream: Stream, row: int) -> bool:
-        """Whether a row is there, or known to be unusable. Finds what other ranks have written, too."""
+        """Whether a row is there, or known to be unusable. Finds what other ranks have written, too.
+
+        A file that cannot be read is removed, so that its row is made again.
+        """
         if row in self._rows[stream] or row in self._dropped[stream]:
             return True
-        if self._path(stream, row).exists():
-            self._rows[stream].add(row)
-            return True
-        return False
+        if not self._path(stream, row).exists():
+            return False
+        try:
+            self._read(stream, row, row)
+        except SampleFileError as error:
+            self._remove(stream, row, error)
+            return row in self._dropped[stream]
+        self._rows[stream].add(row)
+        return True
 
     def has_all(self, stream: Stream, rows: Iterable[int]) -> bool:
         """Whether none of the rows has to be made."""
@@ -117,13 +133,16 @@ class SampleStore:
         return self.num_bytes >= self._max_bytes
 
     def load(self, stream: Stream, row: int, index: int) -> StoredSample | Dropped:
-        """A row as sample `index`; a file that has become unreadable is a dropped sample."""
+        """A row as sample `index`; a file that has become unreadable is a dropped sample, and made by the next run."""
         if (dropped := self._dropped[stream].get(row)) is not None:
             return Dropped(stream, index, dropped.name, dropped.reason, dropped.detail)
         try:
-            return StoredSample(self._path(stream, row), stream, index, self._norm, self._dtype)
+            return self._read(stream, row, index)
         except SampleFileError as error:
-            return Dropped(stream, index, f"row {row}", "bad_record", str(error))
+            self._remove(stream, row, error)
+            dropped = Dropped(stream, index, f"row {row}", "bad_record", str(error))
+            self._dropped[stream][row] = dropped  # in this run, which may have no vLLM any more
+            return dropped
 
     def write(self, row: int, sample: FinishedSample) -> None:
         """Keep a sample, if there is room."""
@@ -160,22 +179,26 @@ class SampleStore:
             _log.info("%s has no index for speculators: the package `datasets` is not installed", self.directory)
             return
         for stream, indexed in self._indexed.items():
-            self._rows[stream] = {row for row, _ in self._files(stream)}
-            if self._rows[stream] - indexed:
-                self._write_index(stream)
-                self._indexed[stream] = set(self._rows[stream])
+            rows = {row for row, _ in self._files(stream)}
+            if rows - indexed:
+                self._write_index(stream, rows)
+                self._indexed[stream] = rows
 
-    def _write_index(self, stream: Stream) -> None:
+    def _write_index(self, stream: Stream, rows: set[int]) -> None:
+        """Write one; a file that cannot be read is removed and left out."""
         import datasets
 
         columns: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_len": []}
-        for row in range(max(self._rows[stream]) + 1):
+        for row in range(max(rows) + 1):
             ids, mask = [0], [0]
-            if row in self._rows[stream]:
-                stored = StoredSample(self._path(stream, row), stream, row, self._norm, self._dtype)
-                ids, mask = stored.token_ids, [0] * stored.num_rows
-                for start, end in stored.spans:
-                    mask[start:end] = [1] * (end - start)
+            try:
+                if row in rows:
+                    stored = self._read(stream, row, row)
+                    ids, mask = stored.token_ids, [0] * stored.num_rows
+                    for start, end in stored.spans:
+                        mask[start:end] = [1] * (end - start)
+            except SampleFileError as error:
+                self._remove(stream, row, error)
             columns["input_ids"].append(ids)
             columns["loss_mask"].append(mask)
             columns["seq_len"].append(len(ids))
@@ -186,59 +209,158 @@ class SampleStore:
     def _path(self, stream: Stream, row: int) -> Path:
         return self.directory / stream / "hidden_states" / f"hs_{row}.safetensors"
 
+    def _read(self, stream: Stream, row: int, index: int) -> StoredSample:
+        """A row as sample `index`.
+
+        Raises:
+            SampleFileError: its file is missing, cut short, or not of these layers.
+        """
+        sample = StoredSample(self._path(stream, row), stream, index, self._norm, self._dtype)
+        if (found := (sample.num_layers, sample.hidden_size)) != self._shape:
+            layers, width = self._shape
+            raise SampleFileError(f"{sample.path}: {found[0]} layers of {found[1]}, not {layers} of {width}")
+        return sample
+
+    def _remove(self, stream: Stream, row: int, error: SampleFileError) -> None:
+        """Say that a file cannot be read and remove it; a row whose file stays in the way is dropped."""
+        path = self._path(stream, row)
+        self._rows[stream].discard(row)
+        try:
+            size_bytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:  # another rank was first, and has said so
+            return
+        except OSError as fault:
+            _log.warning("%s, and it cannot be removed (%s): its row is dropped", error, fault.strerror)
+            self._dropped[stream][row] = Dropped(stream, row, f"row {row}", "bad_record", str(error))
+            return
+        self.num_bytes -= size_bytes
+        _log.warning("%s: it cannot be read as a sample and is removed; its row is made again when vLLM runs", error)
+
     def _scan(self, stream: Stream) -> None:
         (self.directory / stream / "hidden_states").mkdir(parents=True, exist_ok=True)
         files = self._files(stream)
-        self._rows[stream] = {row for row, _ in files}
-        self._indexed[stream] = set(self._rows[stream])
+        self._rows[stream], self._dropped[stream] = set(), {}
+        self._indexed[stream] = {row for row, _ in files}
         self.num_bytes += sum(entry.stat().st_size for _, entry in files)
-        self._dropped[stream] = {}
-        if (file := self.directory / stream / "dropped.jsonl").exists():
-            for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-                if line["reason"] == "too_long" and line.get("limits") != self._limits:
-                    continue
-                dropped = Dropped(stream, line["row"], line["name"], line["reason"], line["detail"])
-                self._dropped[stream][line["row"]] = dropped
+        for line in _read_dropped(self.directory / stream / "dropped.jsonl"):
+            if line["reason"] == "too_long" and line.get("limits") != self._limits:
+                continue
+            dropped = Dropped(stream, line["row"], line["name"], line["reason"], line["detail"])
+            self._dropped[stream][line["row"]] = dropped
 
     def _files(self, stream: Stream) -> list[tuple[int, os.DirEntry[str]]]:
         """Rows that are on disk now, with their files."""
         entries = os.scandir(self.directory / stream / "hidden_states")
         return [(int(found[1]), entry) for entry in entries if (found := _FILE.fullmatch(entry.name))]
 
-    def _check_facts(self, facts: StoreFacts) -> None:
-        file = self.directory / "cache.json"
-        ours = json.loads(json.dumps({"format": FORMAT, **asdict(facts)}))
+    def _write_facts(self, facts: StoreFacts) -> None:
+        file = self.directory / FACTS_FILE
         if file.exists():
-            theirs = read_facts(self.directory)
-            for key, value in ours.items():
-                if theirs.get(key) != value:
-                    raise ConfigError(
-                        OPTION,
-                        str(self.directory),
-                        f"it holds the states of another {key} ({theirs.get(key)} there, {value} here)",
-                        "Name another directory, or give the run that it was made with.",
-                    )
             return
-        if self.directory.exists() and any(self.directory.iterdir()):
-            raise ConfigError(
-                OPTION, str(self.directory), "it is not empty and holds no cache.json", "Name a new directory."
-            )
         self.directory.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".cache.json.{os.getpid()}")
-        partial.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+        partial = file.with_name(f".{FACTS_FILE}.{os.getpid()}")
+        partial.write_text(json.dumps({"format": FORMAT, **asdict(facts)}, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, file)
 
 
-def read_facts(directory: Path) -> dict[str, Any]:
-    """The cache.json of a store.
+def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ()) -> None:
+    """Refuse a directory that cannot be the store of a run; nothing is written.
+
+    Args:
+        directory: of the store, there or not.
+        facts: of the run.
+        unknown: facts that are not known yet.
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: it is not a directory, not a store, or holds the states of something else.
     """
     try:
-        facts: dict[str, Any] = json.loads((directory / "cache.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            OPTION, str(directory), f"its cache.json is not JSON ({error})", "Name another directory."
-        ) from error
+        place = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is no directory")
+        if place != directory and not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{place} cannot be written to")
+        has_facts = (directory / FACTS_FILE).exists()
+        is_foreign = not has_facts and place == directory and any(directory.iterdir())
+    except OSError as error:
+        raise _cannot_be_used(directory, error) from error
+    if is_foreign:
+        raise ConfigError(OPTION, str(directory), f"it is not empty and holds no {FACTS_FILE}", "Name a new directory.")
+    if not has_facts:
+        return
+    theirs, ours = read_facts(directory), json.loads(json.dumps({"format": FORMAT, **asdict(facts)}))
+    for key, value in ours.items():
+        if key not in unknown and theirs.get(key) != value:
+            raise ConfigError(
+                OPTION,
+                str(directory),
+                f"it holds the states of another {key} ({theirs.get(key)} there, {value} here)",
+                "Name another directory, or give the run that it was made with.",
+            )
+
+
+def read_facts(directory: Path, option: str = OPTION) -> dict[str, Any]:
+    """The cache.json of a store.
+
+    Args:
+        directory: of the store.
+        option: that named it, for messages.
+
+    Raises:
+        ConfigError: it is not a JSON object, or cannot be read.
+    """
+    problem = "is not a JSON object"
+    try:
+        facts = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        facts, problem = None, f"is not JSON ({error})"
+    except OSError as error:
+        facts, problem = None, f"cannot be read ({error.strerror})"
+    if not isinstance(facts, dict):
+        raise ConfigError(option, str(directory), f"its {FACTS_FILE} {problem}", "Name another directory.")
     return facts
+
+
+def _cannot_be_used(directory: Path, error: OSError) -> ConfigError:
+    problem = f"it cannot be used as a directory of samples ({error.strerror or error})"
+    return ConfigError(OPTION, str(directory), problem, "Name another directory.")
+
+
+def _read_dropped(file: Path) -> list[dict[str, Any]]:
+    """The lines of a dropped.jsonl. Half a line at its end, of a run that was killed, is taken off.
+
+    Raises:
+        ConfigError: another line is damaged.
+    """
+    if not file.exists():
+        return []
+    *whole, rest = file.read_bytes().split(b"\n")
+    entries = []
+    for number, text in enumerate(whole, 1):
+        if (entry := _dropped_entry(text)) is None:
+            raise ConfigError(
+                OPTION,
+                str(file),
+                f"its line {number} is damaged ({text[:40].decode(errors='replace')!r})",
+                "Remove that line: its row is tried again.",
+            )
+        entries.append(entry)
+    if rest:
+        _log.warning("%s ends with half a line, of a run that was killed: it is removed, its row is tried again", file)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        with suppress(OSError):  # of a store that can only be read
+            partial.write_bytes(b"".join(text + b"\n" for text in whole))
+            os.replace(partial, file)
+    return entries
+
+
+def _dropped_entry(text: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"row": int, "name": str, "reason": str, "detail": str}
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items()):
+        return None
+    return entry if entry["reason"] in get_args(DropReason) else None

@@ -81,11 +81,11 @@ class Full(Recorder):
         self.val_batches.append(batch)
 
 
-def fit(data, max_epochs=1, **kwargs):
+def fit(data, max_epochs=1, module=None, **kwargs):
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
                          enable_checkpointing=False, num_sanity_val_steps=0, max_epochs=max_epochs,
                          **kwargs)  # fmt: skip
-    module = Full()
+    module = module or Full()
     trainer.fit(module, data)
     return module
 
@@ -332,16 +332,6 @@ def test_files_that_do_not_fit_the_target_are_dropped_by_name(make_data, tmp_pat
     assert sum(len(batch.sample_ids) for batch in module.batches) == 11
     assert "data_3.pt: " in caplog.text
     assert problem in caplog.text
-
-
-def test_a_broken_file_is_dropped_by_name(make_data, tmp_path, caplog):
-    fit(make_data())
-    broken = sorted((tmp_path / "cache/train/hidden_states").glob("hs_*"))[0]
-    broken.write_bytes(broken.read_bytes()[:-50])
-    module = fit(make_data(NoEngine))
-    assert broken.name in caplog.text
-    assert len({i for b in module.batches for i in b.sample_ids}) >= NUM_PROMPTS - 8
-    assert not list(tmp_path.glob("cache/*/*/.hs_*"))  # nothing half-written stays
 
 
 def test_a_sample_file_names_what_it_lacks(tmp_path):

@@ -47,11 +47,8 @@ def test_one_longest_sample_must_fit_the_arena(info, tmp_path):
 
 def test_an_arena_over_the_free_memory_is_refused_before_anything_is_started(info, tmp_path, monkeypatch):
     monkeypatch.setattr(arena, "available_memory_bytes", lambda: 1 << 20)
-    made = make(info, tmp_path)
     with pytest.raises(ConfigError, match=r"data.queue.capacity_tokens.*only 0.00 GiB"):
-        made.start()
-    assert made.pid is None
-    made.close()
+        make(info, tmp_path)
 
 
 def test_a_socket_directory_must_exist_and_be_short(info, tmp_path):
@@ -61,10 +58,8 @@ def test_a_socket_directory_must_exist_and_be_short(info, tmp_path):
     ):
         if problem.startswith("too"):
             directory.mkdir()
-        made = make(info, tmp_path, queue=replace(QUEUE, socket_dir=directory))
         with pytest.raises(ConfigError, match=problem):
-            made.start()
-        made.close()
+            make(info, tmp_path, queue=replace(QUEUE, socket_dir=directory))
 
 
 @pytest.mark.parametrize(
