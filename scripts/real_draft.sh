@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real draft on a real GPU, beside speculators 0.9.0's own trainer on the same samples: docs/results.md.
+# A real draft on a real GPU, beside speculators 0.9.0's own trainer on the same samples.
 #
 #   scripts/real_draft.sh ours PROMPTS.jsonl     one run of `eagle3 fit`: writes its prompts, makes its samples, trains
 #   scripts/real_draft.sh peer [SECONDS]         `speculators train` on the samples that it left on disk, for as long as
