@@ -130,8 +130,10 @@ def test_a_run_that_fails_behind_its_loggers_does_not_block_the_next(tmp_path: P
         *(f"--data.prompts.train=[{tmp_path / 'prompts.jsonl'}]", "--model.optim.warmup_steps=1"),
         *("--data.engine.start_timeout_s=0.01", f"--trainer.logger={loggers}"),
     ]
+    # Without W&B's own variables: a service that another test started would still hold the first run.
+    environment = {name: value for name, value in os.environ.items() if "WANDB" not in name} | {"WANDB_MODE": "offline"}
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WANDB_MODE": "offline"})
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 1
         assert "start_timeout_s = 0.01" in done.stderr
         left = {path.name for path in (tmp_path / "run").rglob("*")}
