@@ -1,4 +1,4 @@
-"""Work that rank 0 does alone while the other ranks wait for it, longer than a collective of the GPUs may take."""
+"""Several ranks: how they share gradients, and how they wait for what rank 0 does alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 
 from eagle3_lightning.errors import ProducerError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+def ddp() -> DDPStrategy:
+    """DDP as a fit has it: gradients live in the buckets that are reduced, else each is copied there and back."""
+    return DDPStrategy(gradient_as_bucket_view=True)
 
 
 @contextmanager

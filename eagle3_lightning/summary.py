@@ -24,17 +24,9 @@ def update_summary(file: Path, values: dict[str, Any]) -> dict[str, Any]:
         The whole summary.
 
     Raises:
-        ConfigError: the file is there and is not a JSON object.
+        ConfigError: see `read_summary`.
     """
-    summary: Any = {}
-    if file.is_file():
-        try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError("--summary", str(file), f"it is not JSON ({error})", "Name another file.") from error
-        if not isinstance(summary, dict):
-            raise ConfigError("--summary", str(file), "it is not a JSON object", "Name another file.")
-    summary |= values
+    summary = (read_summary(file) if file.is_file() else {}) | values
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -42,7 +34,26 @@ def update_summary(file: Path, values: dict[str, Any]) -> dict[str, Any]:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    return dict(summary)
+    return summary
+
+
+def read_summary(file: Path) -> dict[str, Any]:
+    """What is in a summary.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError("not an object")
+    except OSError as error:
+        raise ConfigError("--summary", str(file), f"it cannot be read ({error.strerror})", "Name a file.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            "--summary", str(file), f"it is not a JSON object ({error})", "Name a new file, or a run's summary.json."
+        ) from error
+    return summary
 
 
 def served_figures(report: "BenchReport") -> dict[str, object]:

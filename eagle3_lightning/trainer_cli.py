@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from eagle3_lightning.arguments import StrictParser
@@ -38,6 +37,7 @@ from eagle3_lightning.loggers import complete_logger
 from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
+from eagle3_lightning.ranks import ddp
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 from eagle3_lightning.usage import Usage
 
@@ -204,7 +204,7 @@ class Eagle3CLI(LightningCLI):
         kept = [entry for entry in callbacks if not isinstance(entry, unwanted)]
         changed: dict[str, Any] = {"plugins": plugins}
         if config["strategy"] == "ddp":
-            changed["strategy"] = DDPStrategy(gradient_as_bucket_view=True)  # else every gradient is copied twice
+            changed["strategy"] = ddp()
         return super()._instantiate_trainer({**config, **changed}, kept)
 
     def after_instantiate_classes(self) -> None:

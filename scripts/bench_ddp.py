@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, IterableDataset
 from train_cases import CASES, Case, make_batches
@@ -34,6 +33,7 @@ from eagle3_lightning.callbacks.termination import TerminationCallback
 from eagle3_lightning.draft.vocab import Calibration
 from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
+from eagle3_lightning.ranks import ddp
 
 WARM_STEPS = 10
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 40000}
@@ -141,7 +141,7 @@ def fit(case: Case, target: Path, devices: int, steps: int) -> dict[str, Any] | 
     trainer = L.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=devices,
-        strategy=DDPStrategy(gradient_as_bucket_view=True) if devices > 1 else "auto",
+        strategy=ddp() if devices > 1 else "auto",
         precision="bf16-mixed",
         max_steps=WARM_STEPS + steps + 1,
         gradient_clip_val=1.0,

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle3_lightning.draft.linear import fused
+from eagle3_lightning.draft.linear import fused, wide_dtype
 from eagle3_lightning.draft.plan import Spans
 from eagle3_lightning.errors import ConfigError
 
@@ -124,12 +124,12 @@ def _same_slot() -> ModuleType:
 
 def _row_terms(dout: Tensor, out: Tensor) -> Tensor:
     """Sum of dout * out over each head, [Q, N], in float32 or wider."""
-    return (dout.to(_wide(out.dtype)) * out).sum(dim=-1).t()
+    return (dout.to(wide_dtype(out.dtype)) * out).sum(dim=-1).t()
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """Query heads by the key head that they share: [N, K, G, d], in float32 or wider."""
-    return x.to(_wide(x.dtype)).unflatten(1, (kv_heads, -1))
+    return x.to(wide_dtype(x.dtype)).unflatten(1, (kv_heads, -1))
 
 
 def _merge(
@@ -189,7 +189,7 @@ class DenseBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `Backend`."""
-        dtype, kv_heads = _wide(q.dtype), k.shape[1]
+        dtype, kv_heads = wide_dtype(q.dtype), k.shape[1]
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
         for slots, rows, behind in self.chunks:
             scores, _, _ = self._scores(q[rows], k[slots], behind)  # [K, G * n, L]
@@ -203,7 +203,7 @@ class DenseBackend:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, row_term: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend`."""
-        dtype, kv_heads = _wide(q.dtype), k.shape[1]
+        dtype, kv_heads = wide_dtype(q.dtype), k.shape[1]
         dq = torch.empty_like(q)
         dk, dv = torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
         for slots, rows, behind in self.chunks:
@@ -227,7 +227,7 @@ class DenseBackend:
         """
         num_keys, kv_heads = k.shape[0], k.shape[1]
         q_heads, k_heads = _by_head(q, kv_heads), k.transpose(0, 1)
-        wide = _wide(q.dtype)
+        wide = wide_dtype(q.dtype)
         scores = (q_heads.to(wide) * self.scale) @ k_heads.to(wide).transpose(1, 2)
         own = torch.arange(q.shape[0], device=q.device)[:, None] + (num_keys - behind)  # key index of each row itself
         index = torch.arange(num_keys, device=q.device)
@@ -264,7 +264,3 @@ def _by_head(x: Tensor, kv_heads: int) -> Tensor:
 def _by_row(x: Tensor, q_heads: int) -> Tensor:
     """The inverse of `_by_head`."""
     return x.reshape(q_heads, -1, x.shape[-1]).transpose(0, 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

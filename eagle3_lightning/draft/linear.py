@@ -142,6 +142,11 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over values of a dtype are kept in: float32 at least."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class _Cast(torch.autograd.Function):
     """Parameters to matrices; backward, when every use is done, hands the sums to the parameters."""
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle3_lightning.draft.linear import CastWeight, fused
+from eagle3_lightning.draft.linear import CastWeight, fused, wide_dtype
 
 # Rows of logits at once. On the CPU a chunk should stay in the cache; on a GPU it should fill the device.
 _CHUNK_ELEMENTS_CPU = 1 << 21
@@ -72,7 +72,7 @@ def teach(
         from eagle3_lightning.draft.kl import teacher_statistics
 
         return Teacher(logits, *teacher_statistics(logits))
-    lse = torch.empty(logits.shape[0], dtype=_wide(logits.dtype), device=logits.device)
+    lse = torch.empty(logits.shape[0], dtype=wide_dtype(logits.dtype), device=logits.device)
     negentropy = torch.empty_like(lse)
     for rows in _chunks(logits.shape[0], logits.shape[1], logits.device):
         wide = logits[rows].to(lse.dtype)
@@ -109,7 +109,7 @@ class _HeadKL(torch.autograd.Function):
     def forward(ctx, states, matrix, gradients, teacher, teacher_of_row, weight, want_best):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         wanted = ctx.needs_input_grad[0] or gradients is not None
-        kl = torch.empty(states.shape[0], dtype=_wide(states.dtype), device=states.device)
+        kl = torch.empty(states.shape[0], dtype=wide_dtype(states.dtype), device=states.device)
         best = torch.empty(states.shape[0] if want_best else 0, dtype=torch.long, device=states.device)
         dstates = torch.empty_like(states) if wanted else None
         chunk_kl = _chunk_kl_cuda if fused(states) else _chunk_kl
@@ -167,7 +167,3 @@ def _chunks(num_rows: int, width: int, device: torch.device) -> list[slice]:
     limit = _CHUNK_ELEMENTS_CUDA if device.type == "cuda" else _CHUNK_ELEMENTS_CPU
     step = max(32, limit // width // 32 * 32)
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

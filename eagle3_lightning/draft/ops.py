@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle3_lightning.draft.linear import CastWeight, fused
+from eagle3_lightning.draft.linear import CastWeight, fused, wide_dtype
 from eagle3_lightning.draft.rope import rotate
 
 
@@ -21,7 +21,7 @@ def unweighted_norm(x: Float[Tensor, "... H"], eps: float) -> Float[Tensor, "...
         from eagle3_lightning.draft.kernels import norm_forward
 
         return norm_forward(x.reshape(-1, x.shape[-1]), None, None, eps)[1].view(x.shape)
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(wide_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -89,10 +89,6 @@ class Added(NamedTuple):
     unshifted: Tensor | None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 class _Norm(torch.autograd.Function):
     """(x, y) -> (x + y, norm(x + y)); without y, (x, norm(x))."""
 
@@ -107,7 +103,7 @@ class _Norm(torch.autograd.Function):
             ctx.save_for_backward(total, inverse, weight)
             return total.view_as(total) if y is None else total, normed
         total = x if y is None else x + y
-        wide = total.to(_wide(total.dtype))
+        wide = total.to(wide_dtype(total.dtype))
         inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         ctx.save_for_backward(total, inverse, weight)
         normed = (wide * inverse * weight).to(total.dtype)

@@ -37,29 +37,17 @@ def merge_forward(
     scale: float, q: Tensor, out: Tensor, lse: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Add same-slot keys to an attention output and its log-sum-exp, in place."""
-    num_rows, q_heads, head_dim = out.shape
-    kv_heads = keys[0].shape[1]
-    group, block = triton.next_power_of_2(q_heads // kv_heads), triton.next_power_of_2(head_dim)
-    padded = triton.next_power_of_2(len(keys))
-    if num_rows:
-        _merge_forward[(num_rows, kv_heads)](
+    sizes, constants = _sizes(q, keys, scale), _constants(q, keys)
+    padded = constants["MAX_KEYS"]
+    if out.shape[0]:
+        _merge_forward[(out.shape[0], keys[0].shape[1])](
             q,
             out,
             lse,
             _pad(keys, padded),
             _pad(values, padded),
-            len(keys),
-            num_rows,
-            scale,
-            q.stride(0),
-            keys[0].stride(0),
-            q_heads,
-            q_heads // kv_heads,
-            head_dim,
-            MAX_KEYS=padded,
-            GROUP=group,
-            BLOCK=block,
-            num_warps=_warps(group * block),
+            *sizes,
+            **constants,
         )
     return out, lse
 
@@ -75,13 +63,11 @@ def merge_backward(
     values: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Gradients of the same-slot terms; their part of the queries' is added to `dq` in place."""
-    num_rows, q_heads, head_dim = dout.shape
-    kv_heads = keys[0].shape[1]
+    sizes, constants = _sizes(q, keys, scale), _constants(q, keys)
+    padded = constants["MAX_KEYS"]
     dkeys = [torch.empty(k.shape, dtype=k.dtype, device=k.device) for k in keys]
     dvalues = [torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values]
-    group, block = triton.next_power_of_2(q_heads // kv_heads), triton.next_power_of_2(head_dim)
-    padded = triton.next_power_of_2(len(keys))
-    _merge_backward[(num_rows, kv_heads)](
+    _merge_backward[(dout.shape[0], keys[0].shape[1])](
         q,
         lse,
         row_term,
@@ -91,25 +77,25 @@ def merge_backward(
         _pad(values, padded),
         _pad(dkeys, padded),
         _pad(dvalues, padded),
-        len(keys),
-        num_rows,
-        scale,
-        q.stride(0),
-        keys[0].stride(0),
-        q_heads,
-        q_heads // kv_heads,
-        head_dim,
-        MAX_KEYS=padded,
-        GROUP=group,
-        BLOCK=block,
-        num_warps=_warps(group * block),
+        *sizes,
+        **constants,
     )
     return dq, dkeys, dvalues
 
 
-def _warps(tile: int) -> int:
-    """Few, so that a tile's many small sums seldom cross warps."""
-    return max(1, tile // 1024)
+def _sizes(q: Tensor, keys: Sequence[Tensor], scale: float) -> tuple[object, ...]:
+    """What both kernels are told about the batch."""
+    num_rows, q_heads, head_dim = q.shape
+    group = q_heads // keys[0].shape[1]
+    return len(keys), num_rows, scale, q.stride(0), keys[0].stride(0), q_heads, group, head_dim
+
+
+def _constants(q: Tensor, keys: Sequence[Tensor]) -> dict[str, int]:
+    group = triton.next_power_of_2(q.shape[1] // keys[0].shape[1])
+    block = triton.next_power_of_2(q.shape[2])
+    # Few warps, so that a tile's many small sums seldom cross them.
+    warps = max(1, group * block // 1024)
+    return {"MAX_KEYS": triton.next_power_of_2(len(keys)), "GROUP": group, "BLOCK": block, "num_warps": warps}
 
 
 def _pad(tensors: Sequence[Tensor], length: int) -> tuple[Tensor, ...]:

@@ -7,9 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.prompts.records import Message, Record, RecordError
 from eagle3_lightning.prompts.spans import PROBE, Spans, assistant_spans
+from eagle3_lightning.stream.files import runs
 from eagle3_lightning.target import TargetInfo
 
 _log = logging.getLogger(__name__)
@@ -139,7 +142,7 @@ class ChatTokenizer:
         """
         if record.messages is None:
             ids = self._plain(record)
-            return ids, _runs(record.loss_mask) if record.loss_mask is not None else [(0, len(ids))]
+            return ids, runs(torch.tensor(record.loss_mask)) if record.loss_mask is not None else [(0, len(ids))]
         messages = record.messages
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
@@ -211,7 +214,7 @@ class ChatTokenizer:
             )
         except Exception as error:
             raise RecordError(record.where, f"the chat template refuses the conversation ({error})") from error
-        return list(out["input_ids"]), _runs([bool(v) for v in out["assistant_masks"]])
+        return list(out["input_ids"]), runs(torch.tensor(out["assistant_masks"]).bool())
 
     def _encode_with_spans(self, text: str, chars: Spans) -> tuple[list[int], Spans]:
         """Encode a text; a token is in a span if all its characters are."""
@@ -227,7 +230,7 @@ class ChatTokenizer:
             while first >= end and end < len(text):
                 start, end = next(spans, (len(text), len(text)))
             mask[token] = start <= first < stop <= end
-        return list(encoded["input_ids"]), _runs(mask)
+        return list(encoded["input_ids"]), runs(torch.tensor(mask))
 
     def _tokens_before(self, text: str, at: int, ids: list[int]) -> int:
         """Tokens of `text` before character `at`, for tokenizers in Python, which give no offsets."""
@@ -235,9 +238,3 @@ class ChatTokenizer:
         return next(
             (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
         )
-
-
-def _runs(mask: list[bool]) -> Spans:
-    """[start, end) of each run of True."""
-    edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]
-    return list(zip(edges[::2], edges[1::2], strict=True))

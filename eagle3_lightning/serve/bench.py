@@ -4,7 +4,6 @@ One vLLM process for each number of speculative tokens, then one of the target a
 the others: it holds both texts and can be asked how close the target's decision was where they part.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
 from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
+from eagle3_lightning.summary import read_summary
 
 OnProgress = Callable[[str, Progress], None]
 
@@ -144,17 +144,8 @@ def check_summary(file: Path) -> None:
         raise ConfigError(
             "--summary", str(file), "its directory is missing or cannot be written", "Name a file that can be written."
         )
-    if not file.exists():
-        return
-    try:
-        if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-            raise ValueError("not an object")
-    except OSError as error:
-        raise ConfigError("--summary", str(file), f"it cannot be read ({error.strerror})", "Name a file.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            "--summary", str(file), f"it is not a JSON object ({error})", "Name a new file, or a run's summary.json."
-        ) from error
+    if file.exists():
+        read_summary(file)
 
 
 class _Runner:
