@@ -39,6 +39,7 @@ from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.ranks import ddp
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
+from eagle3_lightning.trainer_checks import check_barebones, check_fit
 from eagle3_lightning.usage import Usage
 
 TRAINER_DEFAULTS = {
@@ -220,11 +221,9 @@ class Eagle3CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check what spans several groups, and complete the loggers."""
         config = self.config[self.subcommand]
-        check_barebones(config.trainer)
         validation = self.subcommand == "validate"
+        (check_barebones if validation else check_fit)(config.trainer)
         config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation)
-        if not validation:
-            check_end(config.trainer)
         rank_zero_only(self._lock.acquire)(config.run_dir)
         if not validation:
             rank_zero_only(check_run_dir)(config.run_dir, config.ckpt_path)
@@ -296,33 +295,3 @@ def check_checkpoint(ckpt_path: Any, run_dir: Path, needed: bool = False) -> str
             remedy if needed else "Name a checkpoint file, or leave --ckpt_path out to start a new run.",
         )
     return str(file)
-
-
-def check_barebones(trainer: Any) -> None:
-    """Refuse Lightning's trainer without callbacks.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    if trainer.barebones:
-        raise ConfigError(
-            "trainer.barebones",
-            True,
-            "a run needs its callbacks",
-            "Turn things off one by one, as with trainer.enable_progress_bar.",
-        )
-
-
-def check_end(trainer: Any) -> None:
-    """Refuse a run that would not end.
-
-    Raises:
-        ConfigError: neither steps, epochs nor a time are limited.
-    """
-    if trainer.max_steps < 0 and trainer.max_epochs in (None, -1) and trainer.max_time is None:
-        raise ConfigError(
-            "trainer.max_steps",
-            trainer.max_steps,
-            "the run would never end",
-            "Set trainer.max_steps, trainer.max_epochs or trainer.max_time.",
-        )

@@ -1,7 +1,7 @@
 """A run's plan: the options of `eagle3 fit` in, sizes, verdicts and estimates out. Nothing is started or loaded."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.layers import LayerPlan, plan_layers
@@ -154,7 +154,6 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
         shape.info.hidden_size, engine_bits,
     )  # fmt: skip
     shared = not run.on_cpu and bool(set(run.trainer_gpus) & set(range(tensor_parallel)))
-    ranks = max(1, len(run.trainer_gpus))
     producer, trainer, launch_bound = None, None, False
     if rates is not None:
         limits = {
@@ -163,9 +162,9 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
             "data.queue.capacity_tokens": arena.num_rows / (lengths.prompt + max(1, _longest_answer(run))),
         }
         producer = estimate_producer(shape, rates, lengths, tensor_parallel, limits, kv_value)
-        trainer = estimate_trainer(draft, run.loss.ttt_steps, rates, lengths, ranks)
-        launch_bound = _is_launch_bound(run, lengths, producer, trainer, ranks)
-    tokens = None if run.max_steps < 0 else float(run.max_steps * run.accumulate * run.batch.pack_tokens * ranks)
+        trainer = estimate_trainer(draft, run.loss.ttt_steps, rates, lengths, 1 if run.on_cpu else run.ranks)
+        launch_bound = _is_launch_bound(run, lengths, producer, trainer)
+    tokens = None if run.max_steps < 0 else float(run.max_steps * run.accumulate * run.batch.pack_tokens * run.ranks)
     return Plan(
         shape, draft, layers, engine_bits, _place(run, options, shape, draft, engine, cache, arena), cache, lengths,
         assumed, producer, trainer, rates, shared or run.on_cpu, run.on_cpu, launch_bound, tokens,
@@ -173,9 +172,9 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
     )  # fmt: skip
 
 
-def _is_launch_bound(run: Run, lengths: Lengths, producer: Producer, trainer: Trainer, ranks: int) -> bool:
+def _is_launch_bound(run: Run, lengths: Lengths, producer: Producer, trainer: Trainer) -> bool:
     """Whether a step of the trainer or of the decoding is too short for its arithmetic to tell its time."""
-    step_s = trainer.seconds_per_sample * ranks / lengths.slots * run.batch.pack_tokens
+    step_s = trainer.seconds_per_sample * run.ranks / lengths.slots * run.batch.pack_tokens
     return not run.on_cpu and (step_s < LAUNCH_BOUND_STEP_S or producer.step_s < LAUNCH_BOUND_DECODE_S)
 
 
@@ -221,10 +220,17 @@ def _place(
 ) -> tuple[Device, ...]:  # fmt: skip
     """Everything on its device."""
     precision = Precision(run.master_bytes, run.compute_bytes, _value_bytes(shape.info.dtype))
-    ranks = max(1, len(run.trainer_gpus))
-    trainer = trainer_items(draft, run.loss, precision, run.optim.name, run.batch.pack_tokens, ranks, on_cpu=run.on_cpu)
-    host = _host_items(run, shape, arena, ranks)
+    trainer = trainer_items(
+        draft, run.loss, precision, run.optim.name, run.batch.pack_tokens, run.ranks, on_cpu=run.on_cpu
+    )
+    host = _host_items(run, shape, arena)
     if run.on_cpu:
+        if run.ranks > 1:  # which share the memory
+            each = f"{run.ranks} ranks"
+            trainer = [
+                replace(item, num_bytes=run.ranks * item.num_bytes, detail=f"{item.detail}, {each}".removeprefix(", "))
+                for item in trainer
+            ]
         kv = Item("KV cache, data.engine.kv_cache_gib", run.engine.kv_cache_gib * GIB)
         items = (*engine.items, kv, *trainer, *host)
         available = options.host_memory_gib * GIB if options.host_memory_gib else float(available_memory_bytes())
@@ -276,16 +282,16 @@ def _utilization(vllm: float, trainer: float, memory: float) -> str:
     return f"{option} may lie between {least:.2f} (one sequence of full length) and {most:.2f} (the trainer's part)"
 
 
-def _host_items(run: Run, shape: TargetShape, arena: ArenaLayout, ranks: int) -> list[Item]:
+def _host_items(run: Run, shape: TargetShape, arena: ArenaLayout) -> list[Item]:
     held_out = PromptOptions("").max_val_samples if run.prompts is None else run.prompts.max_val_samples
     rows = held_out * min(run.engine.max_model_len, run.batch.pack_tokens)
     items = [
         Item("arena", arena.total_bytes, detail=f"{arena.num_rows:,} rows of {arena.row_bytes / 1024:,.0f} KiB"),
-        Item("batches put together", 2 * ranks * run.batch.pack_tokens * arena.row_bytes),
-        Item("held-out samples, at most", ranks * rows * arena.row_bytes),
+        Item("batches put together", 2 * run.ranks * run.batch.pack_tokens * arena.row_bytes),
+        Item("held-out samples, at most", run.ranks * rows * arena.row_bytes),
         Item("processes", PROCESSES_CPU_BYTES if run.on_cpu else PROCESSES_BYTES, estimated=True),
     ]
     if not shape.info.tie_word_embeddings:
         size = shape.info.vocab_size * shape.info.hidden_size * _value_bytes(shape.info.dtype)
-        items.insert(1, Item("the target's lm_head, for logged steps", ranks * size))
+        items.insert(1, Item("the target's lm_head, for logged steps", run.ranks * size))
     return items

@@ -35,7 +35,7 @@ from eagle3_lightning.prompts.setup import TRAIN, check_lengths
 from eagle3_lightning.prompts.sources import as_sources
 from eagle3_lightning.stream.foreign import holds_states
 from eagle3_lightning.target import TargetInfo
-from eagle3_lightning.trainer_cli import check_barebones, check_end, in_one_line
+from eagle3_lightning.trainer_cli import in_one_line
 
 _CALLBACKS = {
     "acceptance": AcceptanceCallback,
@@ -63,23 +63,16 @@ def check_callbacks(config: Any) -> None:
             callback(**options.as_dict())
 
 
-def check_end_of_run(trainer: Any) -> None:
-    """Refuse a run that would not end, or has no callbacks.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    check_barebones(trainer)
-    check_end(trainer)
-
-
-def check_trainer(trainer: Any, optim: OptimOptions, gpus: list[int]) -> None:
+def check_trainer(trainer: Any, optim: OptimOptions, gpus: list[int]) -> int:
     """Have Lightning refuse the trainer's options, and the schedule what it cannot do with them.
 
     Args:
         trainer: its options, parsed.
         optim: with the schedule.
         gpus: that train. They are not those of this machine, so the CPU stands in for them; empty is a CPU run.
+
+    Returns:
+        The number of ranks.
 
     Raises:
         OptionsError: Lightning refuses them.
@@ -104,6 +97,7 @@ def check_trainer(trainer: Any, optim: OptimOptions, gpus: list[int]) -> None:
         raise ConfigError("trainer.accelerator", trainer.accelerator, "a draft is trained on a CPU or on CUDA GPUs",
                           "Use cpu, gpu or auto.")  # fmt: skip
     schedule(optim, made.max_steps, run_clock(made))
+    return made.num_devices
 
 
 def check_data(

@@ -21,7 +21,8 @@ from eagle3_lightning.options import (
     SynthesisOptions,
     TargetOptions,
 )
-from eagle3_lightning.plan.check import check_callbacks, check_end_of_run, check_trainer, on_gpus, read_gpus
+from eagle3_lightning.plan.check import check_callbacks, check_trainer, on_gpus, read_gpus
+from eagle3_lightning.trainer_checks import check_fit
 
 # Lightning's names of the precisions that a fit takes, and the bytes of a master and of what is computed.
 _PRECISIONS = {
@@ -85,6 +86,7 @@ class Run:
     prompts: PromptOptions | None
     on_cpu: bool
     trainer_gpus: list[int]
+    ranks: int
     master_bytes: int
     compute_bytes: int
     accumulate: int
@@ -104,14 +106,13 @@ def read_run(config: Any) -> Run:
         OptionsError: likewise, in Lightning's words.
     """
     data, model, trainer = config.data, config.model, config.trainer
-    check_end_of_run(trainer)
+    check_fit(trainer)
     notes: list[str] = []
     optim = _typed(OptimOptions, model.optim)
     gpus = read_gpus(trainer.devices, notes) if on_gpus(trainer.accelerator, notes) else []
-    check_trainer(trainer, optim, gpus)
+    ranks = check_trainer(trainer, optim, gpus)
     check_callbacks(config)
     check_number("seed_everything", config.seed_everything, SEED)
-    check_number("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, COUNT, 1)
     _typed(CacheOptions, data.cache)
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
@@ -133,6 +134,7 @@ def read_run(config: Any) -> Run:
         prompts=_prompts(data.prompts),
         on_cpu=not gpus,
         trainer_gpus=gpus,
+        ranks=ranks,
         master_bytes=master,
         compute_bytes=compute,
         accumulate=int(trainer.accumulate_grad_batches),

@@ -197,6 +197,9 @@ def test_what_a_fit_refuses_does_not_fit(capsys: pytest.CaptureFixture[str], mor
         ["--trainer.devices", "abc"],
         ["--trainer.accelerator", "nosuch"],
         ["--trainer.barebones", "true"],
+        ["--trainer.accumulate_grad_batches", "0"],
+        ["--trainer.max_time", "00:00:00:00"],
+        ["--trainer.limit_train_batches", "0.5"],
         ["--model.optim.warmup_steps", "5000"],
         ["--export.vllm_version", "nosuch"],
         ["--export.vllm_version", "0.19.0", "--model.draft.fc_norm", "true"],
@@ -226,6 +229,31 @@ def test_fit_says_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path, m
 def test_what_just_fits_fits(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     assert planned(capsys, quickstart(*more))["fits"]
     assert capsys.readouterr().err == ""  # nothing of the trainer that was made to check its options
+
+
+def test_ranks_of_a_cpu_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ["--plan.matrix_tflops", "0.1", "--plan.bandwidth_gb_s", "20", "--plan.host_memory_gib", "64"]
+    one, two = planned(capsys, quickstart(*rates)), planned(capsys, quickstart(*rates, "--trainer.devices", "2"))
+    sizes = [
+        {item["name"]: item["num_bytes"] for item in plan["devices"][0]["budgets"][0]["items"]} for plan in (one, two)
+    ]
+    assert {name: sizes[1][name] / size for name, size in sizes[0].items() if sizes[1][name] != size} == dict.fromkeys(
+        [
+            "draft: masters and gradients",
+            "draft: adamw",
+            "draft: weights cast for a step",
+            "target's embeddings and lm_head rows, frozen",
+            "batch: states of two",
+            "step: activations",
+            "step: teacher and logits",
+            "batches put together",
+            "held-out samples, at most",
+        ],
+        2.0,
+    )
+    assert set(sizes[1]) - set(sizes[0]) == {"draft: buckets of DDP"}
+    assert two["tokens"] == 2 * one["tokens"]
+    assert two["tokens_per_s"] == one["tokens_per_s"]  # on the same cores
 
 
 def test_a_cpu_does_both_and_has_rates_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
