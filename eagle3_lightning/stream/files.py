@@ -11,10 +11,12 @@ is one scale for each token, in `hidden_states_scales`, and no correction.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
@@ -23,12 +25,15 @@ from torch import Tensor
 
 from eagle3_lightning.errors import SampleError
 from eagle3_lightning.stream.messages import Stream
-from eagle3_lightning.stream.packer import supervised
+from eagle3_lightning.stream.packer import copy_bits, supervised
 from eagle3_lightning.stream.sample import FinishedSample
 
 _FP8 = torch.float8_e4m3fn
 _LAST_AMPLITUDE = 32.0  # fp8 has one scale for all layers of a token: bring the last to where the others are
 _INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_CHUNK_VALUES = 32_000  # stays in the caches, and below where torch wakes its other threads for an operation
+_BYTES = np.arange(256, dtype=np.uint32)
+_FOUR_STEPS = (_BYTES & 3) | (_BYTES & 12) << 6 | (_BYTES & 48) << 12 | (_BYTES & 192) << 18  # a byte: four of two bits
 
 
 class SampleFileError(SampleError, ValueError):
@@ -80,7 +85,7 @@ class StoredSample:
         """
         self.path, self.stream, self.index = path, stream, index
         self._norm, self.dtype = norm, dtype
-        self._rows: Tensor | None = None
+        self._tensors: dict[str, Tensor] | None = None
         try:
             with safe_open(path, framework="pt") as file:
                 facts = file.metadata() or {}
@@ -100,21 +105,27 @@ class StoredSample:
 
     def rows(self) -> Float[Tensor, "S L H"]:
         """The states: auxiliary layers ascending, then the last layer after the final norm."""
-        if self._rows is None:
-            try:
-                with safe_open(self.path, framework="pt") as file:
-                    self._rows = _decode({name: file.get_tensor(name) for name in file.keys()}, self._norm, self.dtype)  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise SampleFileError(f"{self.path}: {error}") from error
-        return self._rows
+        out = torch.empty(self.num_rows, self.num_layers, self.hidden_size, dtype=self.dtype)
+        self.copy_rows(0, slice(None), out)
+        return out
 
     def copy_rows(self, start: int, layers: slice, out: Float[Tensor, "S L H"]) -> None:
-        """Copy the states of tokens start .. start + S - 1, only `layers` of them, into `out`."""
-        out.copy_(self.rows()[start : start + out.shape[0], layers])
+        """Copy the states of tokens start .. start + S - 1, only `layers` of them, into `out`.
+
+        Raises:
+            SampleFileError: the file is gone by now.
+        """
+        if self._tensors is None:
+            try:
+                with safe_open(self.path, framework="pt") as file:
+                    self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise SampleFileError(f"{self.path}: {error}") from error
+        _decode(self._tensors, self._norm, start, layers, out)
 
     def release(self) -> None:
         """Forget the rows."""
-        self._rows = None
+        self._tensors = None
 
 
 def write_sample(path: Path, sample: FinishedSample | StoredSample, norm: FinalNorm, fp8: bool) -> int:
@@ -139,47 +150,80 @@ def runs(mask: Tensor) -> list[tuple[int, int]]:
 
 
 def _encode(rows: Float[Tensor, "S L H"], norm: FinalNorm, fp8: bool) -> dict[str, Tensor]:
+    num_rows, _, hidden_size = rows.shape
     normed = rows[:, -1]
-    undone = norm.undo(normed)
     if fp8:
-        states = torch.cat([rows[:, :-1], (undone * _LAST_AMPLITUDE)[:, None]], dim=1).float()
+        states = torch.cat([rows[:, :-1], (norm.undo(normed) * _LAST_AMPLITUDE)[:, None]], dim=1).float()
         scales = (states.abs().amax(dim=(1, 2), keepdim=True) / torch.finfo(_FP8).max).clamp(min=1e-12)
         return {"hidden_states": (states / scales).to(_FP8), "hidden_states_scales": scales}
-    tensors = {"hidden_states": torch.cat([rows[:, :-1], undone[:, None]], dim=1)}
-    kind = _INTS[rows.dtype]
-    steps = normed.contiguous().view(kind).long() - norm.redo(undone).view(kind).long() + 1
-    if steps.numel() and (steps.min() < 0 or steps.max() > 3):
-        return {**tensors, "last_normed": normed.contiguous()}
-    return {**tensors, "last_correction": _pack_two_bits(steps)}
+    states = torch.empty(rows.shape, dtype=rows.dtype)
+    copy_bits(rows[:, :-1], states[:, :-1])
+    packed = torch.empty(num_rows, -(-hidden_size // 4), dtype=torch.uint8)
+    fits, kind = True, _INTS[rows.dtype]
+    for here in _chunks(num_rows, hidden_size):
+        values = normed[here].contiguous()
+        undone = norm.undo(values)
+        states[here, -1] = undone
+        steps = values.view(kind) - norm.redo(undone).view(kind) + 1  # may wrap around, as when they are added again
+        fits = fits and not bool((steps & ~3).any())
+        packed[here] = _pack_two_bits(steps.to(torch.uint8))
+    exact = {"last_correction": packed} if fits else {"last_normed": normed.contiguous()}
+    return {"hidden_states": states, **exact}
 
 
-def _decode(tensors: dict[str, Tensor], norm: FinalNorm, dtype: torch.dtype) -> Float[Tensor, "S L H"]:
-    states = tensors["hidden_states"]
-    if "hidden_states_scales" in tensors:
-        states = (states.float() * tensors["hidden_states_scales"].float()).to(dtype)
-    last = states[:, -1]
-    if "last_normed" in tensors:
-        normed = tensors["last_normed"]
-    elif "last_correction" in tensors:
-        kind = _INTS[states.dtype]
-        steps = _unpack_two_bits(tensors["last_correction"], last.shape[-1]) - 1
-        normed = (norm.redo(last).view(kind).long() + steps).to(kind).view(states.dtype)
-    else:
-        normed = norm.apply(last, states.dtype)
-    return torch.cat([states[:, :-1], normed[:, None]], dim=1)
+def _decode(
+    tensors: dict[str, Tensor], norm: FinalNorm, start: int, layers: slice, out: Float[Tensor, "S L H"]
+) -> None:
+    """Fill `out` with rows of a file's tensors, from row `start` on, and these layers of them.
+
+    In one thread and in chunks: several samples are read at once, see `assemble`.
+    """
+    end = start + len(out)
+    states = tensors["hidden_states"][start:end]
+    scales = tensors["hidden_states_scales"][start:end] if "hidden_states_scales" in tensors else None
+    chosen = range(states.shape[1])[layers]
+    has_last = chosen[-1] == states.shape[1] - 1
+    if scales is None:
+        num_plain = len(chosen) - has_last
+        copy_bits(states[:, layers][:, :num_plain], out[:, :num_plain])
+        if not has_last:
+            return
+    for here in _chunks(len(out), states.shape[2] * (1 if scales is None else len(chosen))):
+        if scales is not None:
+            out[here] = states[here, layers].float() * scales[here].float()
+        if has_last:
+            last = states[here, -1] if scales is None else out[here, -1]
+            rows = slice(start + here.start, start + here.stop)
+            out[here, -1] = _normed({name: tensor[rows] for name, tensor in tensors.items()}, last, norm)
+
+
+def _normed(exact: dict[str, Tensor], last: Float[Tensor, "S H"], norm: FinalNorm) -> Float[Tensor, "S H"]:
+    if "last_normed" in exact:
+        return exact["last_normed"]
+    if "last_correction" not in exact:
+        return norm.apply(last, last.dtype)
+    steps = _unpack_two_bits(exact["last_correction"], last.shape[-1]) - 1
+    return (norm.redo(last).view(_INTS[last.dtype]) + steps).view(last.dtype)
+
+
+def _chunks(num_rows: int, row_values: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_VALUES // row_values)
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
 def _pack_two_bits(values: Tensor) -> Tensor:
     """[S, H] of 0 .. 3 as uint8 [S, H / 4], rounded up."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 4)).view(len(values), -1, 4)
-    return (padded << torch.tensor([0, 2, 4, 6])).sum(-1).to(torch.uint8)
+    return padded[..., 0] | padded[..., 1] << 2 | padded[..., 2] << 4 | padded[..., 3] << 6
 
 
 def _unpack_two_bits(packed: Tensor, width: int) -> Tensor:
-    return ((packed.long()[..., None] >> torch.tensor([0, 2, 4, 6])) & 3).view(len(packed), -1)[:, :width]
+    return torch.from_numpy(_FOUR_STEPS[packed.numpy()].view(np.int8))[:, :width]
 
 
 def as_rows(hidden_states: Any, norm: FinalNorm) -> Float[Tensor, "S L H"]:
     """States of speculators (last layer not normed; a tensor or a list of layers) as ours."""
     states = torch.stack(list(hidden_states), dim=1) if isinstance(hidden_states, list | tuple) else hidden_states
-    return _decode({"hidden_states": states}, norm, states.dtype)
+    out = torch.empty_like(states)
+    _decode({"hidden_states": states}, norm, 0, slice(None), out)
+    return out

@@ -1,12 +1,18 @@
 """Samples laid end to end into micro-batches. Which samples share one is a pure function of their lengths, in order."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eagle3_lightning.batch import Eagle3Batch
 from eagle3_lightning.stream.sample import SampleRows
+
+_MAX_READERS = 4
 
 
 def num_slots(num_rows: int) -> int:
@@ -34,6 +40,7 @@ class Packer:
         self.num_aux = num_aux
         self._open: list[SampleRows] = []
         self._used = 0
+        self._pool = ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1), "eagle3-samples")
 
     def add(self, sample: SampleRows) -> list[SampleRows] | None:
         """Append a sample.
@@ -55,36 +62,41 @@ class Packer:
 
     def assemble(self, samples: Sequence[SampleRows]) -> Eagle3Batch:
         """Copy a closed pack out of the arena and release its blocks."""
-        batch = assemble(samples, self.num_aux, self.pack_tokens if self.static_shapes else None)
+        batch = assemble(samples, self.num_aux, self.pack_tokens if self.static_shapes else None, self._pool)
         for sample in samples:
             sample.release()
         return batch
 
 
-def assemble(samples: Sequence[SampleRows], num_aux: int, pad_to: int | None) -> Eagle3Batch:
+def assemble(
+    samples: Sequence[SampleRows], num_aux: int, pad_to: int | None, pool: ThreadPoolExecutor | None = None
+) -> Eagle3Batch:
     """One micro-batch from samples, as Eagle3Batch defines it.
 
     Args:
         samples: with readable rows; they are not released.
         num_aux: auxiliary layers A.
         pad_to: slots of the batch, the rest padded; None for no padding.
+        pool: reads several samples at once.
     """
-    total = sum(num_slots(sample.num_rows) for sample in samples)
-    num_total = total if pad_to is None else pad_to
+    ends = list(accumulate(num_slots(sample.num_rows) for sample in samples))
     hidden_size, dtype = samples[0].hidden_size, samples[0].dtype
-    batch = empty_batch(num_total, num_aux, hidden_size, dtype)
-    start = 0
-    for doc, sample in enumerate(samples):
+    batch = empty_batch(ends[-1] if pad_to is None else pad_to, num_aux, hidden_size, dtype)
+    batch.sample_ids.extend(sample.index for sample in samples)
+
+    def fill(doc: int) -> None:
+        sample = samples[doc]
         slots = num_slots(sample.num_rows)
-        here = slice(start, start + slots)
+        here = slice(ends[doc] - slots, ends[doc])
         batch.ids[here] = torch.tensor(sample.token_ids[1 : sample.num_rows])
         sample.copy_rows(0, slice(num_aux), batch.features[here])
         sample.copy_rows(1, slice(num_aux, None), batch.teacher[here].unsqueeze(1))
         batch.mask[here] = supervised(sample.spans, sample.num_rows)[1:]
         batch.doc[here] = doc
         batch.pos[here] = torch.arange(slots)
-        batch.sample_ids.append(sample.index)
-        start += slots
+
+    for _ in (map if pool is None else pool.map)(fill, range(len(samples))):
+        pass
     return batch
 
 
@@ -99,6 +111,12 @@ def empty_batch(num_slots: int, num_aux: int, hidden_size: int, dtype: torch.dty
         pos=torch.zeros(num_slots, dtype=torch.int64),
         sample_ids=[],
     )
+
+
+def copy_bits(source: Tensor, dest: Tensor) -> None:
+    """Copy between tensors of one dtype on the CPU, in this thread alone: torch would wake all of its own for it."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dest.itemsize]
+    np.copyto(dest.view(kind).numpy(), source.view(kind).numpy())
 
 
 def supervised(spans: Sequence[tuple[int, int]], num_rows: int) -> Tensor:

@@ -265,8 +265,13 @@ def test_encoding_loses_no_bit(dtype):
         rows = (torch.randn(200, 4, 577) * 50).to(dtype)
         rows[:, -1] = norm.apply(rows[:, -1], dtype)
         tensors = _encode(rows, norm, fp8=False)
-        back = _decode(tensors, norm, dtype)
+        back = torch.empty_like(rows)
+        _decode(tensors, norm, 0, slice(None), back)
         assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
+        for start, layers in ((1, slice(3)), (7, slice(3, None)), (199, slice(1, 4))):
+            part = torch.empty(200 - start, *rows[:, layers].shape[1:], dtype=dtype)
+            _decode(tensors, norm, start, layers, part)
+            assert torch.equal(part.view(torch.uint8), rows[start:, layers].contiguous().view(torch.uint8))
         # and the final norm of what speculators reads gives the teacher again
         error = (norm.apply(tensors["hidden_states"][:, -1], dtype).float() - rows[:, -1].float()).norm()
         assert error < 0.01 * rows[:, -1].float().norm()
