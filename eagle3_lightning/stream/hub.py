@@ -40,6 +40,8 @@ from eagle3_lightning.stream.messages import (
 )
 
 log = logging.getLogger(__name__)
+# A rank says it at once; what passes is a machine that is too busy, or a rank that was stopped just then.
+HELLO_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Hub:
         self._owed: dict[int, Submit] = {}
         self._held: dict[int, _Held] = {}
         self._ranks: dict[int, Channel] = {}
+        self._unnamed: dict[Channel, float] = {}  # connections whose Hello is due, and until when
         self._producer: Channel | None = None
         self.serving = False  # the producer has said Ready
         self._history: list[AnyMessage] = []  # what a rank that connects late has missed
@@ -149,7 +152,7 @@ class Hub:
         self.post(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
-        for channel in (*self._ranks.values(), *([self._producer] if self._producer else [])):
+        for channel in (*self._ranks.values(), *self._unnamed, *([self._producer] if self._producer else [])):
             channel.close()
         if self._listener is not None:
             self._listener.close()
@@ -162,8 +165,9 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._hello_due_s()):
                     key.data()
+                self._check_unnamed()
         except Exception as error:  # a fault of ours must end the run, not hang it
             log.exception("the hub of the sample queue failed")
             self._fail(f"the hub of the sample queue failed: {error!r}")
@@ -174,14 +178,44 @@ class Hub:
             self._posted.popleft()()
 
     def _accept(self) -> None:
+        # Its Hello is not waited for here: the other ranks and the producer go on meanwhile.
         assert self._listener is not None
         channel = Channel(self._listener.accept()[0])
-        hello = next(iter(channel.receive(timeout_s=10.0)), None)
-        if not isinstance(hello, Hello) or hello.rank in self._ranks:
-            channel.close()
-            self._fail(f"a stranger came to the hub's socket: {hello}")
+        self._unnamed[channel] = time.monotonic() + HELLO_TIMEOUT_S
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._greet(channel))
+
+    def _greet(self, channel: Channel) -> None:
+        try:
+            messages = channel.receive(0.0)
+        except (ChannelClosed, msgspec.DecodeError) as error:
+            self._turn_away(channel, str(error))
             return
+        if not messages:
+            return  # a part of one
+        hello, *others = messages
+        if not isinstance(hello, Hello) or hello.rank in self._ranks or not 0 <= hello.rank < self._world_size:
+            self._turn_away(channel, str(hello))
+            return
+        del self._unnamed[channel]
+        self._selector.unregister(channel)
         self._add_rank(channel, hello.rank)
+        for message in others:
+            self._from_rank(message, hello.rank)
+
+    def _turn_away(self, channel: Channel, words: str) -> None:
+        """It may have been a rank, without which the run cannot go on."""
+        del self._unnamed[channel]
+        self._selector.unregister(channel)
+        channel.close()
+        self._fail(f"a stranger came to the hub's socket, where ranks 1 to {self._world_size - 1} connect: {words}")
+
+    def _hello_due_s(self) -> float | None:
+        return max(0.0, min(self._unnamed.values()) - time.monotonic()) if self._unnamed else None
+
+    def _check_unnamed(self) -> None:
+        for channel, due_s in list(self._unnamed.items()):
+            if time.monotonic() >= due_s:
+                self._turn_away(channel, f"it said nothing for {HELLO_TIMEOUT_S:.0f} s")
 
     def _add_rank(self, channel: Channel, rank: int) -> None:
         self._ranks[rank] = channel

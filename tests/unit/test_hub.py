@@ -1,0 +1,97 @@
+"""Who comes to the hub's socket: ranks, slow ranks and strangers. Hub, queue and arena are real, engines are toys."""
+
+import socket
+import struct
+from contextlib import closing
+
+import msgspec
+import pytest
+from queue_bench import bench, check_rows, request
+
+from eagle3_lightning.errors import ProducerError
+from eagle3_lightning.stream import hub
+from eagle3_lightning.stream.channel import Channel
+from eagle3_lightning.stream.messages import Hello, Ready, Release
+from eagle3_lightning.stream.queue import SampleQueue
+
+
+def take(queue, count):
+    seen = []
+    for _ in range(count):
+        sample = queue.get("train")
+        check_rows(sample)
+        sample.release()
+        seen.append(sample.index)
+    return seen
+
+
+def connect(b):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(b.handle.socket_path)
+    return sock
+
+
+def frame(message):
+    body = msgspec.msgpack.encode(message)
+    return struct.pack(">I", len(body)) + body
+
+
+def test_a_rank_that_is_slow_to_say_who_it_is_keeps_nobody_waiting(tmp_path):
+    with bench(world_size=3, late=2, tmp_path=tmp_path) as b:
+        b.start_producer()
+        slow = connect(b)
+        b.queues.append(SampleQueue.connect(b.handle, 1, 0))
+        b.queues[0].feed("train", (request(i) for i in range(10)))
+        assert take(b.queues[0], 5) == take(b.queues[1], 5) == list(range(5))
+        words = frame(Hello(2, 0))
+        slow.sendall(words[:3])
+        assert take(b.queues[0], 2) == take(b.queues[1], 2) == [5, 6]
+        slow.sendall(words[3:])
+        b.queues.append(SampleQueue(slow, b.arena, b.handle))
+        assert take(b.queues[2], 10) == list(range(10))
+        assert take(b.queues[0], 3) == take(b.queues[1], 3) == [7, 8, 9]
+
+
+def test_words_that_come_together_with_the_hello_are_not_lost(tmp_path):
+    """A rank that was stopped behind its first words may be read late, all at once."""
+    with bench(num_blocks=4, world_size=2, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        b.queues[0].feed("train", (request(i, 6, 2) for i in range(3)))  # two blocks each: the third waits for both
+        take(b.queues[0], 2)
+        with closing(Channel(sock := connect(b))) as rank:
+            sock.sendall(frame(Hello(1, 0)) + frame(Release(1)) + frame(Release(2)))
+            assert take(b.queues[0], 1) == [2]
+            assert any(isinstance(message, Ready) for message in rank.receive(10.0))
+
+
+def test_silence_has_a_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "HELLO_TIMEOUT_S", 0.3)
+    with bench(world_size=2, late=1, tmp_path=tmp_path) as b, closing(connect(b)) as silent:
+        with pytest.raises(ProducerError, match=r"a stranger came .* ranks 1 to 1 connect: it said nothing for"):
+            b.queues[0].get("train")
+        assert silent.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (frame(Hello(1, 0)), r"Hello\(rank=1"),
+        (frame(Hello(0, 0)), r"Hello\(rank=0"),
+        (frame(Hello(3, 0)), r"Hello\(rank=3"),
+        (frame(Hello(-1, 0)), r"Hello\(rank=-1"),
+        (frame(Release(0)), r"Release\(serial=0\)"),
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of .* bytes is over the limit"),
+        (struct.pack(">I", 3) + b"\xc1\xc1\xc1", "MessagePack"),
+        (None, "closed by the other side"),
+    ],
+    ids=["taken", "rank 0", "rank too high", "rank below 0", "not a Hello", "not ours", "not msgpack", "no word"],
+)
+def test_a_stranger_ends_the_run_with_its_words(tmp_path, words, reason):
+    with bench(world_size=3, late=1, tmp_path=tmp_path) as b, closing(connect(b)) as stranger:
+        b.start_producer()
+        b.queues[1].wait_ready(20.0)  # rank 1 is in
+        stranger.shutdown(socket.SHUT_WR) if words is None else stranger.sendall(words)
+        for queue in b.queues:
+            with pytest.raises(ProducerError, match=rf"a stranger came .* ranks 1 to 2 connect: .*{reason}"):
+                queue.get("train")
+        assert stranger.recv(1) == b""
