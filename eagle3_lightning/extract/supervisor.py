@@ -35,6 +35,8 @@ LOG_TAIL_LINES = 30
 SHUTDOWN_TIMEOUT_S = 10.0
 TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
+# Longer than the supervising thread needs to end what it watches.
+MONITOR_TIMEOUT_S = 2 * TERM_TIMEOUT_S + KILL_TIMEOUT_S + 5.0
 # A socket's path has at most 107 bytes, and vLLM appends a UUID to our eagle3-xxxxxxxx.
 MAX_SOCKET_DIR_BYTES = 107 - len("/eagle3-xxxxxxxx/") - 36
 
@@ -116,6 +118,10 @@ class Extractor:
         self._log_start_bytes = 0
         self._closing = False
         self._closed = False
+        # The thread that assembles batches ends vLLM when all samples are on disk, the main thread at any time. Whoever
+        # comes second goes on when all is ended; every wait of the first has its deadline. Reentrant: the handler of a
+        # signal may close in the middle of a close.
+        self._ending = threading.RLock()
 
     def start(self) -> None:
         """Create arena and hub and start the producer; returns at once, `wait_ready` waits.
@@ -171,20 +177,24 @@ class Extractor:
 
     def end_producer(self) -> None:
         """End vLLM while other ranks may still read what it made; `close` is still due."""
-        self._closing = True
-        if self._process is not None:
-            self._end_producer()
+        with self._ending:
+            self._closing = True
+            if self._process is not None and not self._closed:
+                self._end_producer()
 
     def close(self) -> None:
-        """End the producer and everything it started, within seconds; a second call does nothing."""
-        if self._closed:
-            return
+        """End the producer and everything it started, within seconds; a second call waits for the first, if need be."""
+        with self._ending:
+            if not self._closed:
+                self._close()
+
+    def _close(self) -> None:
         # A signal may have ended `start` at any line: what is there is closed.
         self._closing = True
         if self._process is not None:
             self._end_producer()
         if self._monitor is not None and self._monitor.ident is not None:
-            self._monitor.join(timeout=KILL_TIMEOUT_S)
+            self._monitor.join(timeout=MONITOR_TIMEOUT_S)
             self._end_group()  # it may have been starting another one just then
         if self._queue is not None:
             self._queue.close()
@@ -256,6 +266,8 @@ class Extractor:
                 return
             was_ready = self._hub.ready is not None
             self._end_group()
+            if self._closing:
+                return
             if not was_ready or restarts >= self._max_restarts:
                 limit = f" after {restarts} restarts" if restarts else ""
                 self._hub.fail(f"{fault}{limit}. The last lines of {self.log_path}:\n{self._log_tail()}")
