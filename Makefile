@@ -27,7 +27,7 @@ test-data: target ## prompts, chat templates, supervision masks and caches
 	@$(PYTHON_BIN) -m pytest -m data tests/data
 
 test-tap: target ## the tap in depth: every target family, batches, preemption, mutants
-	@$(PYTHON_BIN) -m pytest -m "tap or vllm" tests/integration
+	@$(PYTHON_BIN) -m pytest -m "(tap or vllm) and not faults" tests/integration
 
 test-faults: target ## kills every process at every stage and prints the outcomes as a table
 	@$(PYTHON_BIN) -m pytest -s -m faults tests/integration

@@ -1,9 +1,16 @@
 """Prints what became of each fault as one table, and leaves nothing running behind a test that failed."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from fault_support import OUTCOMES, end_running
+
+
+def pytest_configure() -> None:
+    # A shell that runs tests in the background has it ignore Ctrl-C, and so would the processes that tests send it to.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
