@@ -16,7 +16,13 @@ from eagle3_lightning.stream.files import runs
 from eagle3_lightning.target import TargetInfo
 
 _log = logging.getLogger(__name__)
-_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "merges.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "tokenization_*.py",
+)  # fmt: skip
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# Of tokenizer_config.json: the template has a fingerprint of its own, and the others change no id.
+_NO_IDS = ("chat_template", "is_local", "local_files_only", "model_max_length", "name_or_path", "transformers_version")
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -84,6 +90,10 @@ class ChatTokenizer:
         digest = hashlib.sha256()
         for file in sorted(p for pattern in _TOKENIZER_FILES for p in self._target.path.glob(pattern)):
             digest.update(file.name.encode() + file.read_bytes())
+        if (file := self._target.path / _TOKENIZER_CONFIG).is_file():
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            kept = {name: value for name, value in settings.items() if name not in _NO_IDS}
+            digest.update(json.dumps(kept, sort_keys=True).encode())
         template = json.dumps([self._tokenizer.chat_template, self._template_kwargs], sort_keys=True)
         return {"tokenizer": digest.hexdigest(), "template": hashlib.sha256(template.encode()).hexdigest()}
 
