@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from eagle3_lightning.run_directory import VALIDATION
 
@@ -66,7 +67,7 @@ def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
         arguments.project = "eagle3_lightning"
     if arguments.id is None and arguments.version is None:
         arguments.id = _stable_id(run_dir)
-    if arguments.offline:
+    if arguments.offline or rank_zero_only.rank != 0:  # the other ranks log nothing, so that nothing is asked or said
         return
     fault = None if has_account() else "W&B has no account here"
     if fault is None and os.environ.get("WANDB_MODE", "online") == "online":

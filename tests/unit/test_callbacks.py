@@ -1,6 +1,9 @@
 """What the callbacks log and print, and that docs/metrics.md describes all of it."""
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,6 +177,22 @@ def test_an_unreachable_wandb_server_makes_the_run_an_offline_one(
     caplog.clear()
     complete_logger(wandb_config(), tmp_path)
     assert caplog.text == ""
+
+
+def test_another_rank_does_not_say_that_the_run_is_offline(tmp_path: Path) -> None:
+    """What rank 0 says is tested above."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import test_callbacks as t\n"
+    code += "print(t.complete_logger(t.wandb_config(), Path(sys.argv[2]))[0].init_args.name)"
+    kept = {name: value for name, value in os.environ.items() if "WANDB" not in name and "RANK" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
+        env=kept | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "LOCAL_RANK": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path.name}\n"
+    assert "offline" not in done.stderr
 
 
 def test_csv_is_the_default_logger(tmp_path: Path) -> None:
