@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 AnySample = FinishedSample | StoredSample | PtSample
 Loader = Callable[[Stream, int], StoredSample | PtSample | Dropped]
+HasAll = Callable[[Stream, Iterable[int]], bool]
 _POLL_S = 0.2
 _MIN_SAMPLES_FOR_SHARE = 100
 _NUM_NAMED = 5
@@ -278,14 +279,14 @@ class QueueFeed:
         return self._disk.get("train")
 
 
-def is_complete(store: SampleStore, streams: dict[Stream, RequestStream], max_val_samples: int) -> bool:
-    """Whether a store holds all that the streams will ever ask for."""
+def is_complete(has_all: HasAll, streams: dict[Stream, RequestStream], max_val_samples: int) -> bool:
+    """Whether a store, of which `has_all` tells, holds all that the streams will ever ask for."""
     num_rows = streams["train"].num_rows
-    if num_rows is None or not store.has_all("train", range(num_rows)):
+    if num_rows is None or not has_all("train", range(num_rows)):
         return False
     if "val" not in streams:
         return True
     val = streams["val"]
-    return val.num_rows is not None and store.has_all(
+    return val.num_rows is not None and has_all(
         "val", (val.row_id(index) for index in range(min(val.epoch_size, max_val_samples)))
     )

@@ -28,12 +28,12 @@ from eagle3_lightning.prompts.own import OwnPrompts
 from eagle3_lightning.prompts.requests import RequestStream
 from eagle3_lightning.prompts.setup import TRAIN, check_lengths, open_prompts
 from eagle3_lightning.prompts.sources import as_sources
-from eagle3_lightning.prompts.states import StateStream, open_states
+from eagle3_lightning.prompts.states import StateStream, check_nothing_is_made, open_states
 from eagle3_lightning.stream.files import FinalNorm
 from eagle3_lightning.stream.foreign import holds_states
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
-from eagle3_lightning.stream.store import FACTS_FILE, SampleStore, StoreFacts, check_place
+from eagle3_lightning.stream.store import SampleStore, StoreFacts, check_place, listed_rows
 from eagle3_lightning.target import TargetInfo, load_final_norm
 
 if TYPE_CHECKING:
@@ -128,10 +128,9 @@ class DataOpener:
         with own.stand_in() as prompts:
             streams = self._open_requests(prompts)
         is_whole = not own.wanted or own.written
-        has_store = o.cache.dir is not None and (o.cache.dir / FACTS_FILE).exists()
         if o.cache.dir is not None:
             check_place(o.cache.dir, self._store_facts(streams), () if is_whole else ("prompts",))
-        if not (is_whole and has_store):  # a store may hold all that is needed
+        if not (is_whole and self._is_stored(streams)):
             self._check_engine()
         if is_whole:
             self._requests = streams
@@ -156,6 +155,7 @@ class DataOpener:
         sources = as_sources(self._options.prompts.train, TRAIN)
         if not any(holds_states(Path(source.path).expanduser()) for source in sources):
             return None
+        check_nothing_is_made(self._options.sampling, self._options.cache)
         norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
         streams = open_states(
             self._options.target, self._info, self._layers, self._options.prompts, norm, self._dtype, self._options.seed
@@ -176,7 +176,7 @@ class DataOpener:
             streams = self._open_requests(self._own.write(self._trainer))
         store, disk = self._open_store(streams)
         max_val_samples = self._options.prompts.max_val_samples
-        if store is not None and disk is not None and is_complete(store, streams, max_val_samples):
+        if store is not None and disk is not None and is_complete(store.has_all, streams, max_val_samples):
             _log.info("every sample is in %s: vLLM is not started", store.directory)
             return dict(streams), disk
         assert self._trainer is not None
@@ -187,6 +187,19 @@ class DataOpener:
     def _open_requests(self, prompts: PromptOptions) -> dict[Stream, RequestStream]:
         o = self._options
         return open_prompts(o.target, self._info, prompts, o.sampling, o.engine, o.queue, o.batch, o.seed)
+
+    def _is_stored(self, streams: dict[Stream, RequestStream]) -> bool:
+        """Whether no sample has to be made, by the names of the files that are there; none is read."""
+        o = self._options
+        if o.cache.dir is None:
+            return False
+        rows = {stream: listed_rows(o.cache.dir, stream, self._limits) for stream in streams}
+        return is_complete(lambda stream, asked: rows[stream].issuperset(asked), streams, o.prompts.max_val_samples)
+
+    @property
+    def _limits(self) -> tuple[int, ...]:
+        o = self._options
+        return o.engine.max_model_len, o.batch.pack_tokens, o.queue.capacity_tokens
 
     def _store_facts(self, streams: dict[Stream, RequestStream]) -> StoreFacts:
         chat = streams["train"].chat.fingerprint()
@@ -209,9 +222,8 @@ class DataOpener:
             return None, None
         norm = FinalNorm(load_final_norm(self._info), self._info.rms_norm_eps)
         o = self._options
-        limits = (o.engine.max_model_len, o.batch.pack_tokens, o.queue.capacity_tokens)
         num_writers = 1 if self._trainer is None else self._trainer.world_size
-        store = SampleStore(o.cache, self._store_facts(streams), norm, self._dtype, limits, num_writers)
+        store = SampleStore(o.cache, self._store_facts(streams), norm, self._dtype, self._limits, num_writers)
         load: Loader = lambda stream, index: store.load(stream, streams[stream].row_id(index), index)  # noqa: E731
         return store, DiskFeed(load, self._options.batch.pack_tokens, self._options.queue.max_dropped_share)
 

@@ -140,7 +140,7 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
     draft = DraftConfig.resolve(run.draft, shape.info)
     layers = plan_layers(run.target.layers, shape.info.num_layers, run.target.layer_convention)
     check_export(draft, run.vllm_version)
-    check_data(shape.info, run.prompts, run.sampling, run.engine, run.queue, run.batch)
+    check_data(shape.info, run.prompts, run.sampling, run.engine, run.queue, run.batch, run.cache)
     lengths, assumed = read_lengths(run, options)
     rates = _rates(run, options)
     engine_bits = shape.info.dtype if run.engine.dtype == "auto" else run.engine.dtype

@@ -25,6 +25,7 @@ from eagle3_lightning.extract.engine import check_capacity, check_extra
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import (
     BatchOptions,
+    CacheOptions,
     EngineOptions,
     OptimOptions,
     PromptOptions,
@@ -33,6 +34,7 @@ from eagle3_lightning.options import (
 )
 from eagle3_lightning.prompts.setup import TRAIN, check_lengths
 from eagle3_lightning.prompts.sources import as_sources
+from eagle3_lightning.prompts.states import check_nothing_is_made
 from eagle3_lightning.stream.foreign import holds_states
 from eagle3_lightning.target import TargetInfo
 from eagle3_lightning.trainer_cli import in_one_line
@@ -107,6 +109,7 @@ def check_data(
     engine: EngineOptions,
     queue: QueueOptions,
     batch: BatchOptions,
+    cache: CacheOptions,
 ) -> None:
     """Refuse lengths and engine arguments that fit refuses; stored states need no vLLM, so nothing of it is checked.
 
@@ -115,6 +118,7 @@ def check_data(
     """
     sources = [] if prompts is None else as_sources(prompts.train, TRAIN)
     if any(holds_states(Path(source.path).expanduser()) for source in sources):
+        check_nothing_is_made(sampling, cache)
         return
     check_lengths(info, engine, sampling)
     check_extra(engine.extra)

@@ -83,6 +83,7 @@ class Run:
     engine: EngineOptions
     queue: QueueOptions
     batch: BatchOptions
+    cache: CacheOptions
     prompts: PromptOptions | None
     on_cpu: bool
     trainer_gpus: list[int]
@@ -113,7 +114,6 @@ def read_run(config: Any) -> Run:
     ranks = check_trainer(trainer, optim, gpus)
     check_callbacks(config)
     check_number("seed_everything", config.seed_everything, SEED)
-    _typed(CacheOptions, data.cache)
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
             "trainer.precision",
@@ -131,6 +131,7 @@ def read_run(config: Any) -> Run:
         engine=_typed(EngineOptions, data.engine),
         queue=_typed(QueueOptions, data.queue),
         batch=_typed(BatchOptions, data.batch),
+        cache=_typed(CacheOptions, data.cache),
         prompts=_prompts(data.prompts),
         on_cpu=not gpus,
         trainer_gpus=gpus,

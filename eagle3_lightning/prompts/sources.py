@@ -20,6 +20,7 @@ _TABLE_SUFFIXES = (".parquet", ".arrow")
 # Of files: the name of a hub data set may have a dot in it, too (teknium/OpenHermes-2.5).
 _FILE_SUFFIXES = (*_TABLE_SUFFIXES, ".jsonl", ".json", ".ndjson", ".txt", ".csv", ".gz", ".zst", ".pt")
 _COMPRESSED = (b"\x1f", b"\x28")  # first bytes of gzip and zstd
+_OF_STATES = ("layers", "layer_convention")  # options that a source of prompts has no use for
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +92,7 @@ def open_source(options: SourceOptions, option: str, keep: Keep | None = None, s
     """
     path = Path(options.path).expanduser()
     if options.streaming:
+        check_unused(options, option, _OF_STATES)
         return StreamSource(options, option, keep, seed)
     if path.is_file() and path.suffix not in _TABLE_SUFFIXES:
         first = next(_first_byte(path, option), b"")
@@ -99,6 +101,7 @@ def open_source(options: SourceOptions, option: str, keep: Keep | None = None, s
                               '{"messages": [{"role": "user", "content": "Hello"}]}.')  # fmt: skip
         if first in _COMPRESSED:
             raise ConfigError(option, str(path), "the file is compressed", "Unpack it: rows are read from any place.")
+        check_unused(options, option, (*_OF_STATES, "subset", "split"))
         return (JsonSource if first == b"[" else JsonlSource)(path, option, keep, options.fields)
     if not path.exists() and (
         path.suffix in _FILE_SUFFIXES or options.path.startswith(("/", ".", "~")) or options.path.count("/") > 1
@@ -111,7 +114,25 @@ def open_source(options: SourceOptions, option: str, keep: Keep | None = None, s
         raise ConfigError(
             option, options.path, "the directory is empty", "Name a directory with JSONL or Parquet files."
         )
+    check_unused(options, option, _OF_STATES)
     return TableSource(options, option, keep)
+
+
+def check_unused(options: SourceOptions, option: str, unused: Sequence[str]) -> None:
+    """Refuse options that a source of this kind would leave unread.
+
+    Args:
+        options: of the source.
+        option: the option that named it, for messages.
+        unused: names of fields.
+
+    Raises:
+        ConfigError: one of them is not at its default.
+    """
+    plain = SourceOptions(options.path)
+    for name in unused:
+        if (value := getattr(options, name)) != getattr(plain, name):
+            raise ConfigError(f"{option}.{name}", value, f"{options.path} is read without it", "Leave it out.")
 
 
 def _first_byte(path: Path, option: str) -> Iterator[bytes]:

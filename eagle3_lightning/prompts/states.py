@@ -1,17 +1,18 @@
 """Stored states as streams of samples, in place of prompts: the same order, split and epochs."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.layers import LayerPlan
-from eagle3_lightning.options import PromptOptions, TargetOptions
+from eagle3_lightning.options import CacheOptions, PromptOptions, SamplingOptions, TargetOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.order import SampleOrder
 from eagle3_lightning.prompts.setup import TRAIN, VAL, VAL_SEED, source_weights
-from eagle3_lightning.prompts.sources import as_sources, split_by_hash
+from eagle3_lightning.prompts.sources import as_sources, check_unused, split_by_hash
 from eagle3_lightning.stream.files import FinalNorm, StoredSample
 from eagle3_lightning.stream.foreign import PtSample, StateSource, holds_states
 from eagle3_lightning.stream.messages import Dropped, Stream
@@ -58,6 +59,19 @@ class StateStream:
         return source.load(rows[position], self._stream, index)
 
 
+def check_nothing_is_made(sampling: SamplingOptions, cache: CacheOptions) -> None:
+    """Refuse options of how samples are made and kept, where they are read as they are.
+
+    Raises:
+        ConfigError: one of them is not at its default.
+    """
+    for group, options in (("data.sampling", sampling), ("data.cache", cache)):
+        for field in fields(options):
+            if (value := getattr(options, field.name)) != field.default:
+                raise ConfigError(f"{group}.{field.name}", value, f"{TRAIN} holds stored states, which are read as "
+                                  "they are: no sample is made or kept", "Leave it out.")  # fmt: skip
+
+
 def open_states(
     target: TargetOptions,
     info: TargetInfo,
@@ -77,6 +91,7 @@ def open_states(
         if not holds_states(Path(options.path).expanduser()):
             raise ConfigError(TRAIN, options.path, "it stands beside stored states and holds none",
                               "Train on one or the other.")  # fmt: skip
+        check_unused(options, TRAIN, ("fields", "subset", "split", "streaming"))
     chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
     opened = [StateSource(options, TRAIN, info, plan, norm, dtype) for options in train]
     if val:

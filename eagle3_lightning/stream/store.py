@@ -28,7 +28,7 @@ from eagle3_lightning.stream.sample import FinishedSample
 
 OPTION = "data.cache.dir"
 FORMAT = 1
-FACTS_FILE = "cache.json"
+FACTS_FILE, DROPPED_FILE = "cache.json", "dropped.jsonl"
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
 # Reasons that lie in the sample; the others (an engine that died) may not come again. `too_long` is kept with the
@@ -166,7 +166,7 @@ class SampleStore:
             "detail": dropped.detail,
             "limits": self._limits,
         }
-        with (self.directory / dropped.stream / "dropped.jsonl").open("a", encoding="utf-8") as file:
+        with (self.directory / dropped.stream / DROPPED_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def write_indexes(self) -> None:
@@ -179,7 +179,7 @@ class SampleStore:
             _log.info("%s has no index for speculators: the package `datasets` is not installed", self.directory)
             return
         for stream, indexed in self._indexed.items():
-            rows = {row for row, _ in self._files(stream)}
+            rows = {row for row, _ in _files(self.directory, stream)}
             if rows - indexed:
                 self._write_index(stream, rows)
                 self._indexed[stream] = rows
@@ -239,20 +239,13 @@ class SampleStore:
 
     def _scan(self, stream: Stream) -> None:
         (self.directory / stream / "hidden_states").mkdir(parents=True, exist_ok=True)
-        files = self._files(stream)
+        files = _files(self.directory, stream)
         self._rows[stream], self._dropped[stream] = set(), {}
         self._indexed[stream] = {row for row, _ in files}
         self.num_bytes += sum(entry.stat().st_size for _, entry in files)
-        for line in _read_dropped(self.directory / stream / "dropped.jsonl"):
-            if line["reason"] == "too_long" and line.get("limits") != self._limits:
-                continue
+        for line in _read_dropped(self.directory / stream / DROPPED_FILE, self._limits):
             dropped = Dropped(stream, line["row"], line["name"], line["reason"], line["detail"])
             self._dropped[stream][line["row"]] = dropped
-
-    def _files(self, stream: Stream) -> list[tuple[int, os.DirEntry[str]]]:
-        """Rows that are on disk now, with their files."""
-        entries = os.scandir(self.directory / stream / "hidden_states")
-        return [(int(found[1]), entry) for entry in entries if (found := _FILE.fullmatch(entry.name))]
 
     def _write_facts(self, facts: StoreFacts) -> None:
         file = self.directory / FACTS_FILE
@@ -300,6 +293,24 @@ def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ())
             )
 
 
+def listed_rows(directory: Path, stream: Stream, limits: Sequence[int]) -> set[int]:
+    """Rows of a store that have a file, or are known to be unusable; by names alone, and nothing is mended.
+
+    Args:
+        directory: of the store.
+        stream: train or val.
+        limits: see `SampleStore`.
+
+    Raises:
+        ConfigError: the list of unusable rows is damaged, or something cannot be read.
+    """
+    try:
+        unusable = _read_dropped(directory / stream / DROPPED_FILE, limits, mend=False)
+        return {row for row, _ in _files(directory, stream)} | {line["row"] for line in unusable}
+    except OSError as error:
+        raise _cannot_be_used(directory, error) from error
+
+
 def read_facts(directory: Path, option: str = OPTION) -> dict[str, Any]:
     """The cache.json of a store.
 
@@ -327,8 +338,20 @@ def _cannot_be_used(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(OPTION, str(directory), problem, "Name another directory.")
 
 
-def _read_dropped(file: Path) -> list[dict[str, Any]]:
-    """The lines of a dropped.jsonl. Half a line at its end, of a run that was killed, is taken off.
+def _files(directory: Path, stream: Stream) -> list[tuple[int, os.DirEntry[str]]]:
+    """Rows of a store that are on disk now, with their files."""
+    place = directory / stream / "hidden_states"
+    entries = os.scandir(place) if place.is_dir() else ()
+    return [(int(found[1]), entry) for entry in entries if (found := _FILE.fullmatch(entry.name))]
+
+
+def _read_dropped(file: Path, limits: Sequence[int], mend: bool = True) -> list[dict[str, Any]]:
+    """The lines of a dropped.jsonl that hold under these limits.
+
+    Args:
+        file: there or not.
+        limits: see `SampleStore`.
+        mend: take off half a line at the end, of a run that was killed.
 
     Raises:
         ConfigError: another line is damaged.
@@ -345,8 +368,9 @@ def _read_dropped(file: Path) -> list[dict[str, Any]]:
                 f"its line {number} is damaged ({text[:40].decode(errors='replace')!r})",
                 "Remove that line: its row is tried again.",
             )
-        entries.append(entry)
-    if rest:
+        if entry["reason"] != "too_long" or entry.get("limits") == list(limits):
+            entries.append(entry)
+    if rest and mend:
         _log.warning("%s ends with half a line, of a run that was killed: it is removed, its row is tried again", file)
         partial = file.with_name(f".{file.name}.{os.getpid()}")
         with suppress(OSError):  # of a store that can only be read

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -11,12 +12,14 @@ from test_datamodule import Recorder, write_prompts
 from toy_engine import HIDDEN, ToyDataModule, states
 from toy_target import make_target
 
+from eagle3_lightning.datamodule import HiddenStateDataModule
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
     CacheOptions,
     EngineOptions,
     PromptOptions,
+    QueueOptions,
     SamplingOptions,
     SourceOptions,
     TargetOptions,
@@ -45,10 +48,11 @@ def make_data(target, tmp_path):
     val = write_prompts(tmp_path / "val.jsonl", 4, "val {}")
 
     def make(kind=ToyDataModule, mode="generate", prompts=None, **cache):
+        from_states = kind is NoEngine and prompts is not None and cache == {"dir": None}
         return kind(
             TargetOptions(str(target)),
             prompts or PromptOptions([train], [val]),
-            SamplingOptions(mode=mode, max_new_tokens=9),
+            None if from_states else SamplingOptions(mode=mode, max_new_tokens=9),
             EngineOptions(max_model_len=512),
             batch=BatchOptions(pack_tokens=160, static_shapes=False, calibration_tokens=300),
             cache=CacheOptions(**({"dir": tmp_path / "cache"} | cache)),
@@ -179,6 +183,69 @@ def test_a_store_trains_as_a_source_of_its_own(make_data, tmp_path):
     other.target = TargetOptions(str(make_target(tmp_path / "other", seed=1)))
     with pytest.raises(ConfigError, match="its states are of another target"):
         fit(other)
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "message"),
+    [
+        (
+            "sampling",
+            SamplingOptions(mode="prefill"),
+            "data.sampling.mode = 'prefill': data.prompts.train holds",
+        ),
+        ("sampling", SamplingOptions(temperature=0.5), r"data.sampling.temperature = 0.5: data.prompts.train holds"),
+        ("cache", CacheOptions(Path("elsewhere")), "data.cache.dir = .*: data.prompts.train holds stored states"),
+        ("cache", CacheOptions(dtype="fp8"), "data.cache.dtype = 'fp8': data.prompts.train holds stored states"),
+        ("split", "test", r"data.prompts.train.split = 'test': .*cache is read without it"),
+        ("streaming", True, r"data.prompts.train.streaming = True: .*cache is read without it"),
+    ],
+)
+def test_stored_states_leave_no_option_unread(make_data, tmp_path, group, options, message):
+    fit(make_data(), max_epochs=1)
+    source = SourceOptions(str(tmp_path / "cache"))
+    if group not in ("sampling", "cache"):
+        source = dataclasses.replace(source, **{group: options})
+    data = make_data(NoEngine, prompts=PromptOptions([source], val_fraction=0.0), dir=None)
+    if group in ("sampling", "cache"):
+        setattr(data, group, options)
+    with pytest.raises(ConfigError, match=message):
+        data.check()
+
+
+@pytest.mark.parametrize("name", ["layers", "layer_convention", "split"])
+def test_prompts_leave_no_option_unread(make_data, tmp_path, name):
+    value = {"layers": [1, 2, 3], "layer_convention": "vllm", "split": "test"}[name]
+    source = SourceOptions(str(tmp_path / "train.jsonl"), **{name: value})
+    with pytest.raises(ConfigError, match=rf"data.prompts.train.{name} = .*train.jsonl is read without it"):
+        make_data(prompts=PromptOptions([source])).check()
+
+
+def test_the_engine_is_checked_before_it_starts_unless_no_sample_is_missing(make_data, tmp_path):
+    """By the real check, which needs a vLLM that is installed and starts none."""
+
+    def check():
+        data = make_data(HiddenStateDataModule)
+        data.queue_options = QueueOptions(capacity_tokens=500)
+        data.check()
+
+    def there():
+        return {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+
+    small = "data.queue.capacity_tokens = 500: one sample of data.engine.max_model_len = 512 tokens does not fit"
+    with pytest.raises(ConfigError, match=small):
+        check()
+    fit(make_data(), max_steps=3)
+    with pytest.raises(ConfigError, match=small):
+        check()
+    fit(make_data(), max_epochs=1)
+    with (tmp_path / "cache/train/dropped.jsonl").open("a") as file:
+        file.write('{"row": 3, "na')  # of a run that was killed: not mended by a look
+    before = there()
+    check()
+    assert there() == before
+    next((tmp_path / "cache/val/hidden_states").glob("hs_*")).unlink()
+    with pytest.raises(ConfigError, match=small):
+        check()
 
 
 def test_states_to_validate_on_stand_beside_no_prompts(make_data, tmp_path):
