@@ -67,7 +67,8 @@ def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
         arguments.project = "eagle3_lightning"
     if arguments.id is None and arguments.version is None:
         arguments.id = _stable_id(run_dir)
-    if arguments.offline or rank_zero_only.rank != 0:  # the other ranks log nothing, so that nothing is asked or said
+    is_first = rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    if arguments.offline or not is_first:  # the other ranks log nothing, so that nothing is asked or said
         return
     fault = None if has_account() else "W&B has no account here"
     if fault is None and os.environ.get("WANDB_MODE", "online") == "online":
