@@ -7,11 +7,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from packaging.version import Version
 
 from eagle3_lightning.callbacks.wandb_draft import record_draft
 from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, check_number
+from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.read import PROVENANCE_FILE
-from eagle3_lightning.export.schema import check_servable
+from eagle3_lightning.export.schema import check_servable, needed_vllm
 from eagle3_lightning.export.speculators import Export, export_draft, portable_name
 from eagle3_lightning.extract.versions import installed
 from eagle3_lightning.module import Eagle3Module
@@ -38,7 +40,8 @@ class ExportCallback(Callback):
             every_n_steps: also export whenever so many optimizer steps are done; the newest replaces the one before.
                 None or 0 exports at the end alone.
             num_speculative_tokens: tokens that the export proposes in a round; None is `model.loss.ttt_steps`.
-            vllm_version: the vLLM that will serve the draft; None is the one installed here.
+            vllm_version: the vLLM that will serve the draft; None is the one installed here. Where none is, it must be
+                named for a draft that not every supported vLLM serves.
             artifact_max_mib: W&B gets the draft as an artifact up to this size, and of a larger one the path.
 
         Raises:
@@ -57,7 +60,8 @@ class ExportCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a draft that the serving vLLM cannot serve now, not after the training."""
         assert isinstance(pl_module, Eagle3Module)
-        check_servable(pl_module.draft.config, self._serving_version())
+        if (version := self._serving_version(pl_module)) is not None:
+            check_servable(pl_module.draft.config, version)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -106,7 +110,7 @@ class ExportCallback(Callback):
             layers=pl_module.layers,
             target_name=portable_name(pl_module.target_info),
             num_speculative_tokens=pl_module.loss.ttt_steps if tokens is None else tokens,
-            vllm_version=self._serving_version(),
+            vllm_version=self._serving_version(pl_module),
             origin={"step": trainer.global_step, "data": getattr(trainer.datamodule, "fingerprint", None)},  # type: ignore[attr-defined]
         )
 
@@ -126,6 +130,25 @@ class ExportCallback(Callback):
         """The run's directory."""
         return self.run_dir or Path(trainer.default_root_dir)
 
-    def _serving_version(self) -> str:
-        found = installed()
-        return self.vllm_version or (found[1] if found else "0.16.0")
+    def _serving_version(self, pl_module: Eagle3Module) -> str | None:
+        """The vLLM that must serve the draft: the one that is named, else the one that is installed.
+
+        Where there is neither, nothing is assumed: None, for a draft that every supported vLLM serves, while another
+        one needs a version that is named.
+
+        Raises:
+            ConfigError: the draft needs some version, and nobody knows which one will serve it.
+        """
+        if self.vllm_version is not None:
+            return self.vllm_version
+        if (found := installed()) is not None:
+            return found[1]
+        if needs := needed_vllm(pl_module.draft.config):
+            option, first = max(needs.items(), key=lambda need: Version(need[1]))
+            raise ConfigError(
+                "export.vllm_version",
+                None,
+                f"no vLLM is installed here to go by, and {option} needs {first} or newer",
+                f"Name the vLLM that will serve the draft, or leave {option} at its default.",
+            )
+        return None
