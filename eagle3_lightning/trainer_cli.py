@@ -212,6 +212,8 @@ class Eagle3CLI(LightningCLI):
         """Have refused before vLLM is started what Lightning and the callbacks come to only later."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             check_callback(callback, self.trainer, self.model, str(self.subcommand))
+            if isinstance(callback, AcceptanceCallback):
+                callback.check_engine(self.datamodule.engine)
         if self.subcommand == "fit":
             schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:

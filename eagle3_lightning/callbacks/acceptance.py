@@ -14,6 +14,7 @@ from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.serve.bench import BenchOptions, measure
+from eagle3_lightning.serve.engine_args import check_reserved
 from eagle3_lightning.serve.results import BenchReport, DraftFigures
 from eagle3_lightning.summary import served_figures, update_summary
 
@@ -75,6 +76,18 @@ class AcceptanceCallback(Callback):
             raise ConfigError(
                 "acceptance.prompts", str(self.prompts), "there is no such file", "Name held-out prompts."
             )
+
+    def check_engine(self, engine: EngineOptions) -> None:
+        """Refuse what the bench will not run the producer's options with; stored states leave them unchecked.
+
+        Args:
+            engine: of the data module, which a trainer does not know before it begins.
+
+        Raises:
+            ConfigError: an engine argument that the bench sets itself.
+        """
+        if self.prompts is not None:
+            check_reserved(engine)
 
     def state_dict(self) -> dict[str, Any]:
         """The best served acceptance length so far, so that a resumed run does not lose its best draft."""

@@ -185,9 +185,10 @@ def check_room(turn: UserTurn, options: SynthesisOptions, engine: EngineOptions)
     longest = len(turn.opening) + options.max_tokens + 1
     if longest > engine.max_model_len:
         raise ConfigError(
-            "synthesis.max_tokens",
+            "data.prompts.synthesis.max_tokens",
             options.max_tokens,
-            f"with the template's opening it needs {longest} tokens and engine.max_model_len is {engine.max_model_len}",
+            f"with the template's opening it needs {longest} tokens, over data.engine.max_model_len = "
+            f"{engine.max_model_len}",
             "Lower it, or raise max_model_len.",
         )
     return longest

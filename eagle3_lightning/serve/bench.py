@@ -14,6 +14,7 @@ import msgspec
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
+from eagle3_lightning.serve.engine_args import check_reserved, engine_arguments
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
 from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
 from eagle3_lightning.summary import read_summary
@@ -53,7 +54,7 @@ class BenchOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
-        """Refuse numbers below one, repeated numbers and an empty list of concurrencies."""
+        """Refuse numbers below one or repeated, an empty list of concurrencies, and what the bench sets itself."""
         for name, values in (
             ("--num-speculative-tokens", self.num_speculative_tokens),
             ("--concurrency", self.concurrency),
@@ -67,6 +68,7 @@ class BenchOptions:
         for name, given in (("--concurrency", self.concurrency), ("--prompts", self.prompts)):
             if not given:
                 raise ConfigError(name, [], "nothing would be measured", "Give at least one.")
+        check_reserved(self.engine)
 
 
 def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progress: None) -> BenchReport:
@@ -155,8 +157,6 @@ class _Runner:
         self, options: BenchOptions, target: str, tasks: list[Task], room_tokens: int, on_progress: OnProgress
     ) -> None:
         import torch
-
-        from eagle3_lightning.serve.engine_args import engine_arguments
 
         self._options, self._target, self._on_progress = options, target, on_progress
         engine = replace(

@@ -1,5 +1,6 @@
 """`eagle3 bench`: arguments in, a table or JSON out."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,19 @@ from eagle3_lightning.summary import served_figures, update_summary
 NOT_LOSSLESS = 1
 
 
+_RUN_NAMES = re.compile(r"\bdata\.(?=engine\.)")  # the option of a fit that is --engine.… here
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `eagle3 bench ...`; exit code 1 if an output differs more than rounding explains."""
+    try:
+        return _run(argv)
+    except ConfigError as error:
+        option, problem, remedy = (_RUN_NAMES.sub("--", text) for text in (error.option, error.problem, error.remedy))
+        raise ConfigError(option, error.value, problem, remedy) from error
+
+
+def _run(argv: Sequence[str]) -> int:
     parser = _parser()
     namespace = parser.parse_args(argv[1:])
     options, engine = namespace.as_dict(), namespace.engine.as_dict()

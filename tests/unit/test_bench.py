@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import lightning  # noqa: F401 - its log handler keeps the stderr of the moment: not one that a test captures and closes
 import pytest
 import toy_target
 
+from eagle3_lightning.cli import main
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.extract.engine import OWN_ARGUMENTS, check_extra
 from eagle3_lightning.options import EngineOptions, TargetOptions
 from eagle3_lightning.serve.bench import BenchOptions
 from eagle3_lightning.serve.command import against_simulation
-from eagle3_lightning.serve.engine_args import engine_arguments
+from eagle3_lightning.serve.engine_args import RESERVED, engine_arguments
 from eagle3_lightning.serve.messages import Difference, Pass
 from eagle3_lightning.serve.prompts import render_prompts
 from eagle3_lightning.serve.results import (
@@ -24,6 +27,8 @@ from eagle3_lightning.serve.results import (
 from eagle3_lightning.serve.table import as_text
 from eagle3_lightning.summary import update_summary
 from eagle3_lightning.target import inspect_target
+
+BENCH = ["bench", "--draft", "/nowhere", "--prompts", "/nowhere.jsonl"]
 
 
 def make_pass(
@@ -126,11 +131,26 @@ def test_engine_arguments_keep_the_figures_honest() -> None:
     arguments, environment = engine_arguments(EngineOptions(gpu_memory_utilization=0.8), on_cpu=False)
     assert arguments["gpu_memory_utilization"] == 0.8
     assert not any("CPU" in name for name in environment)
-    with pytest.raises(ConfigError, match="speculative_config"):
-        engine_arguments(EngineOptions(extra={"speculative_config": "x"}), on_cpu=True)
-    for name in ("max_num_seqs", "dtype", "enforce_eager"):  # options of their own, which the report would contradict
-        with pytest.raises(ConfigError, match=f"{name} cannot be set here"):
-            engine_arguments(EngineOptions(extra={name: 1}), on_cpu=True)
+
+
+@pytest.mark.parametrize("name", ["speculative_config", "max_num_seqs", "dtype", "enforce_eager", "disable_log_stats"])
+def test_what_the_bench_sets_itself_is_refused_at_once(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([*BENCH, "--engine.extra", f"{{{name}: 1}}"]) == 2
+    assert f"eagle3 bench: --engine.extra.{name} = 1: the bench sets it itself" in capsys.readouterr().err
+
+
+def test_what_the_producers_engine_takes_the_bench_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a fit would come to its bench and not measure."""
+    assert set(RESERVED) <= set(OWN_ARGUMENTS)
+    check_extra({"seed": 3})
+    assert main([*BENCH, "--engine.extra", "{seed: 3}"]) == 2
+    assert "/nowhere" in capsys.readouterr().err  # only the draft is wrong
+    assert engine_arguments(EngineOptions(extra={"seed": 3}), on_cpu=True)[0]["seed"] == 3
+
+
+def test_errors_name_options_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BENCH, "--engine.kv_cache_gib", "0"]) == 2
+    assert capsys.readouterr().err.startswith("eagle3 bench: --engine.kv_cache_gib = 0: it must be at least 1")
 
 
 def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and with which words, and what it imports."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,48 @@ def test_a_mistake_costs_no_engine_start(
     assert message in error
     assert "Traceback" not in error
     assert not (config.parent / "run" / "vllm.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model.draft.fc_norm=true"],
+            "export.vllm_version = None: no vLLM is installed here to go by, and model.draft",
+        ),
+        (["--model.draft.fc_norm=true", "--export.vllm_version=0.24.0"], "model.draft.fc_norm = True"),
+        (["--model.draft.fc_norm=true", "--export.vllm_version=0.25.0"], "there is no such file"),
+        ([], "there is no such file"),
+    ],
+)
+def test_no_serving_vllm_is_assumed(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("eagle3_lightning.callbacks.export.installed", lambda: None)
+    assert main(["fit", "--config", str(config), *arguments, "--data.prompts.train", "/nowhere.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_what_the_bench_refuses_is_refused_before_the_training(
+    config: Path, capsys: pytest.CaptureFixture[str], states: bool
+) -> None:
+    """Stored states need no producer, whose own check would refuse it."""
+    place = config.parent / "states"
+    place.mkdir()
+    sample = {"input_ids": torch.arange(6), "loss_mask": torch.ones(6), "hidden_states": [torch.ones(6, 8)] * 4}
+    for number in range(20):
+        torch.save(sample, place / f"data_{number}.pt")
+    source = [{"path": str(place), "layers": [2, 4, 5], "layer_convention": "vllm"}]
+    arguments = ["fit", "--config", str(config), "--acceptance.prompts", str(config.parent / "prompts.jsonl")]
+    arguments += ["--data.prompts.train", json.dumps(source)] if states else []
+    assert main([*arguments, "--data.engine.extra", "{disable_log_stats: true}"]) == 2
+    assert "data.engine.extra.disable_log_stats = True: " in capsys.readouterr().err
+    assert not (config.parent / "run" / "logs").exists()
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
