@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from eagle3_lightning.errors import ConfigError
 
@@ -65,7 +65,7 @@ def check_number(option: str, value: Any, allowed: Range, default: Any = None) -
 
 
 def check_numbers(group: str, options: Any, **allowed: Range) -> None:
-    """Check fields of a dataclass of options.
+    """Check fields of a dataclass of options: numbers lie where they must, and only what may be null is.
 
     Args:
         group: what the user writes before the fields' names, for example `data.engine`.
@@ -73,8 +73,26 @@ def check_numbers(group: str, options: Any, **allowed: Range) -> None:
         **allowed: field name -> where its number must lie.
 
     Raises:
-        ConfigError: a number lies elsewhere.
+        ConfigError: a number lies elsewhere, or null was given where it means nothing (which jsonargparse lets pass).
     """
+    refuse_null(group, options)
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     for name, where in allowed.items():
         check_number(f"{group}.{name}", getattr(options, name), where, defaults[name])
+
+
+def refuse_null(group: str, options: Any) -> None:
+    """Refuse null for fields of a dataclass whose type has no None.
+
+    Raises:
+        ConfigError: null was given.
+    """
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        if getattr(options, field.name) is None and type(None) not in get_args(hints[field.name]):
+            raise ConfigError(
+                f"{group}.{field.name}",
+                None,
+                "null is not a value of this option",
+                "Give one, or leave the option out.",
+            )

@@ -18,6 +18,7 @@ from eagle3_lightning.checks import (
     SHARE_BELOW_ONE,
     Range,
     check_numbers,
+    refuse_null,
 )
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.layers import Convention
@@ -40,6 +41,10 @@ class TargetOptions:
     layer_convention: Convention = "output"
     name: str | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a path that is null."""
+        refuse_null("target", self)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Senseless numbers are refused when the options are made, and the edges that make sense are not."""
 
 import math
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eagle3_lightning.options import (
     QueueOptions,
     SamplingOptions,
     SynthesisOptions,
+    TargetOptions,
 )
 
 
@@ -104,6 +106,21 @@ def test_a_senseless_number_is_refused(made: Any, group: str, name: str, value: 
 )
 def test_the_edges_are_taken(made: Any, name: str, value: Any) -> None:
     assert getattr(made(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("made", "option"),
+    [(made, f"{group}.{name}") for made, group, name, _, taken in NUMBERS if is_dataclass(made) and None not in taken]
+    + [
+        (SamplingOptions, "data.sampling.mode"),
+        (EngineOptions, "data.engine.enforce_eager"),
+        (TargetOptions, "target.path"),
+    ],
+)
+def test_null_is_refused_where_it_means_nothing(made: Any, option: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        made(**{option.rpartition(".")[2]: None})
+    assert refused.value.option == option
 
 
 @pytest.mark.parametrize("made", [made for made, *_ in NUMBERS])
