@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3_lightning.checks import COUNT, check_number
 from eagle3_lightning.draft.model import Eagle3Draft
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.read import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE, serve_command
@@ -70,44 +71,27 @@ def export_draft(
         ConfigError: flags that this vLLM cannot serve, a place that holds something else, or a disk that is full.
         AssertionError: what was loaded back gives other logits (an error of this project).
     """
-    if num_speculative_tokens < 1:
-        raise ConfigError(
-            "--num-speculative-tokens", num_speculative_tokens, "it must be at least 1", "Give a positive number."
-        )
+    check_number("--num_speculative_tokens", num_speculative_tokens, COUNT)
     if vllm_version is not None:
         check_servable(draft.config, vllm_version)
     out = out.absolute()
     check_place(out)
-    dtype = target.dtype
     config = speculators_config(
         draft.config,
         target,
         layers,
         target_name=target_name,
         num_speculative_tokens=num_speculative_tokens,
-        dtype=dtype,
+        dtype=target.dtype,
     )
+    provenance = {
+        "target_fingerprint": target.fingerprint,
+        "aux_layers": list(layers.aux),
+        "needs_vllm": needed_vllm(draft.config),
+    }
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(partial / CONFIG_FILE, config)
-        save_file(export_tensors(draft, getattr(torch, dtype)), partial / WEIGHTS_FILE, metadata={"format": "pt"})
-        # safetensors makes it readable for its owner alone; the server may run as somebody else.
-        (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)
-        check = check_logits(draft, partial)
-        _write(
-            partial / PROVENANCE_FILE,
-            {
-                "target_fingerprint": target.fingerprint,
-                "aux_layers": list(layers.aux),
-                "needs_vllm": needed_vllm(draft.config),
-                "logits_check": asdict(check),
-                "versions": versions(),
-                "git": git_state(),
-                **(origin or {}),
-            },
-        )
+        check = _write_checked(draft, partial, config, provenance, origin or {})
         _sync(partial)
         _put_in_place(partial, out)
     except (OSError, SafetensorError) as error:
@@ -120,6 +104,23 @@ def export_draft(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Export(out, check, serve_command(out, target_name, num_speculative_tokens))
+
+
+def _write_checked(
+    draft: Eagle3Draft, directory: Path, config: dict[str, Any], provenance: dict[str, Any], origin: dict[str, Any]
+) -> LogitsCheck:
+    """Write all files into a new directory; what was loaded back from it is in the provenance file, too."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    _write(directory / CONFIG_FILE, config)
+    weights = directory / WEIGHTS_FILE
+    save_file(export_tensors(draft, getattr(torch, config["dtype"])), weights, metadata={"format": "pt"})
+    # safetensors makes it readable for its owner alone; the server may run as somebody else.
+    weights.chmod((directory / CONFIG_FILE).stat().st_mode)
+    check = check_logits(draft, directory)
+    facts = {"logits_check": asdict(check), "versions": versions(), "git": git_state()}
+    _write(directory / PROVENANCE_FILE, {**provenance, **facts, **origin})
+    return check
 
 
 def export_tensors(draft: Eagle3Draft, dtype: torch.dtype) -> dict[str, Tensor]:

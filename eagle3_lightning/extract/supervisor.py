@@ -21,7 +21,7 @@ from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.engine import EngineSettings, check_capacity, check_extra
 from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.producer import ProducerSpec
-from eagle3_lightning.extract.watchdog import kill_group, wait_group
+from eagle3_lightning.extract.watchdog import kill_group, unlink_shared_memory, wait_group
 from eagle3_lightning.layers import LayerPlan
 from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions
 from eagle3_lightning.stream.arena import Arena
@@ -86,27 +86,7 @@ class Extractor:
         self._engine, self._queue_options = engine, queue
         self._world_size, self._max_restarts = world_size, max_restarts
         self._num_layers, self._hidden_size = len(plan.aux) + 1, target_info.hidden_size
-        self._settings = EngineSettings(
-            model_path=str(target_info.path),
-            # vLLM's own `auto` would turn a float32 checkpoint into bfloat16; what is asked for is what is run.
-            dtype=target_info.dtype if engine.dtype == "auto" else engine.dtype,
-            aux_layers=plan.aux,
-            num_layers=target_info.num_layers,
-            stop_token_ids=target_info.eos_token_ids,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            kv_cache_gib=engine.kv_cache_gib,
-            enforce_eager=engine.enforce_eager,
-            cpu_threads=engine.cpu_threads,
-            trust_remote_code=trust_remote_code,
-            extra=engine.extra,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
+        self._settings = _engine_settings(target_info, plan, engine, sampling, trust_remote_code)
         Arena.plan(queue.capacity_tokens, queue.block_tokens, self._num_layers, self._hidden_size, self._settings.dtype)
         os.rmdir(_make_private_dir(queue.socket_dir))  # it can be made
         self._queue: SampleQueue | None = None
@@ -303,12 +283,14 @@ class Extractor:
         """Leave no process of the producer's group: first politely, then not."""
         assert self._process is not None
         group = self._process.pid
+        unlink_shared_memory(group, self._private_dir)  # while it is seen who has it
         kill_group(group, signal.SIGTERM)
         if wait_group(group, TERM_TIMEOUT_S):
             kill_group(group, signal.SIGKILL)
         # What is left now is at most Python's resource trackers, which are cleaning up and end by themselves.
         if left := wait_group(group, KILL_TIMEOUT_S):
             log.error("processes %s of the producer do not end", left)
+        unlink_shared_memory(group, self._private_dir)  # of workers that were just starting
         self._process.poll()
 
     def _log_tail(self) -> str:
@@ -316,6 +298,32 @@ class Extractor:
             log_file.seek(self._log_start_bytes)
             lines = log_file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def _engine_settings(
+    target_info: TargetInfo, plan: LayerPlan, engine: EngineOptions, sampling: SamplingOptions, trust_remote_code: bool
+) -> EngineSettings:
+    return EngineSettings(
+        model_path=str(target_info.path),
+        # vLLM's own `auto` would turn a float32 checkpoint into bfloat16; what is asked for is what is run.
+        dtype=target_info.dtype if engine.dtype == "auto" else engine.dtype,
+        aux_layers=plan.aux,
+        num_layers=target_info.num_layers,
+        stop_token_ids=target_info.eos_token_ids,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_cache_gib=engine.kv_cache_gib,
+        enforce_eager=engine.enforce_eager,
+        cpu_threads=engine.cpu_threads,
+        trust_remote_code=trust_remote_code,
+        extra=engine.extra,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
 
 
 def _check(engine: EngineOptions, queue: QueueOptions) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3_lightning.errors import ConfigError, SampleError
 from eagle3_lightning.layers import plan_layers
@@ -26,6 +27,9 @@ from eagle3_lightning.stream.messages import Dropped, Submit
 from eagle3_lightning.stream.queue import SampleQueue
 from eagle3_lightning.stream.sample import FinishedSample
 from eagle3_lightning.target import TargetInfo
+
+if TYPE_CHECKING:
+    from eagle3_lightning.extract.supervisor import Extractor
 
 REASONS = ("unfinished", "short", "loop", "duplicate", "markup")
 _MAX_TRIES = 8  # prompts made for each one that is kept, before giving up
@@ -136,32 +140,15 @@ def synthesize_prompts(
         SampleError: the target does not write usable prompts.
         ProducerError: vLLM failed.
     """
-    from eagle3_lightning.extract.supervisor import Extractor
-
     if out.exists():
         raise ConfigError("--out", str(out), "it exists already", "Name a new file.")
     chat = ChatTokenizer(info, dict(template_kwargs or {}), target.trust_remote_code)
     turn = chat.user_turn()
     longest = check_room(turn, options, engine)
-    engine = replace(engine, max_model_len=longest)
-    queue = QueueOptions(capacity_tokens=engine.max_num_seqs * longest + 4096, max_dropped_share=1.0)
-    sampling = SamplingOptions(
-        temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, max_new_tokens=options.max_tokens
-    )
-    stops = tuple(sorted({*info.eos_token_ids, *turn.stop_ids}))
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     with tempfile.TemporaryDirectory(prefix="eagle3-") as directory:
         log_dir = out.parent if out.parent.is_dir() else Path(directory)
-        layers = plan_layers(target.layers, info.num_layers, target.layer_convention)
-        extractor = Extractor(
-            replace(info, eos_token_ids=stops),
-            layers,
-            engine,
-            queue,
-            sampling,
-            log_dir,
-            trust_remote_code=target.trust_remote_code,
-        )
+        extractor = _extractor(target, info, options, replace(engine, max_model_len=longest), turn, log_dir)
         demand = Demand(turn.opening, options)
         extractor.start()
         try:
@@ -174,6 +161,26 @@ def synthesize_prompts(
     _write(out, kept)
     say(f"the target wrote its own prompts: {report}")
     return report
+
+
+def _extractor(
+    target: TargetOptions, info: TargetInfo, options: SynthesisOptions, engine: EngineOptions, turn: UserTurn,
+    log_dir: Path,
+) -> "Extractor":  # fmt: skip
+    """vLLM, sampling as the options say; a prompt ends where the template ends the user's turn."""
+    from eagle3_lightning.extract.supervisor import Extractor
+
+    return Extractor(
+        replace(info, eos_token_ids=tuple(sorted({*info.eos_token_ids, *turn.stop_ids}))),
+        plan_layers(target.layers, info.num_layers, target.layer_convention),
+        engine,
+        QueueOptions(capacity_tokens=engine.max_num_seqs * engine.max_model_len + 4096, max_dropped_share=1.0),
+        SamplingOptions(
+            temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, max_new_tokens=options.max_tokens
+        ),
+        log_dir,
+        trust_remote_code=target.trust_remote_code,
+    )
 
 
 def check_room(turn: UserTurn, options: SynthesisOptions, engine: EngineOptions) -> int:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,9 @@ from eagle3_lightning.serve.engine_args import check_reserved, engine_arguments
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
 from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
 from eagle3_lightning.summary import read_summary
+
+if TYPE_CHECKING:
+    from eagle3_lightning.target import TargetInfo
 
 OnProgress = Callable[[str, Progress], None]
 
@@ -84,7 +87,6 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     """
     from eagle3_lightning.export.read import check_target, check_weights, read_export
     from eagle3_lightning.options import TargetOptions
-    from eagle3_lightning.serve.prompts import render_prompts
     from eagle3_lightning.target import inspect_target
 
     draft = read_export(options.draft, "--draft")
@@ -96,17 +98,7 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     depths = options.num_speculative_tokens or [draft.num_speculative_tokens]
     # A round may write past the answer's end, so the longest round needs room too.
     room_tokens = options.max_new_tokens + max(depths) + 1
-    rendered = {
-        file: render_prompts(
-            file,
-            target,
-            template_kwargs=options.chat_template_kwargs,
-            trust_remote_code=options.trust_remote_code,
-            longest_tokens=target.max_position_embeddings - room_tokens,
-            max_prompts=options.max_prompts,
-        )
-        for file in options.prompts
-    }
+    rendered = _render(options, target, room_tokens)
     tasks = [Task(file.name, rendered[file], number) for number in options.concurrency for file in rendered]
     files = [str(file) for _ in options.concurrency for file in rendered]
     runner = _Runner(options, str(target.path), tasks, room_tokens, on_progress)
@@ -134,6 +126,23 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
         recommended=recommend(figures),
         lossless=all(figure.real_differences == 0 for figure in figures),
     )
+
+
+def _render(options: BenchOptions, target: "TargetInfo", room_tokens: int) -> dict[Path, list[list[int]]]:
+    """Token ids of the prompts of each file, those that leave room for an answer."""
+    from eagle3_lightning.serve.prompts import render_prompts
+
+    return {
+        file: render_prompts(
+            file,
+            target,
+            template_kwargs=options.chat_template_kwargs,
+            trust_remote_code=options.trust_remote_code,
+            longest_tokens=target.max_position_embeddings - room_tokens,
+            max_prompts=options.max_prompts,
+        )
+        for file in options.prompts
+    }
 
 
 def check_summary(file: Path) -> None:
