@@ -20,7 +20,7 @@ import msgspec
 from eagle3_lightning.errors import ConfigError, Eagle3Error, ProducerError
 from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.engine import Engine, EngineSettings, Finished, VllmEngine, prepare_environment
-from eagle3_lightning.extract.watchdog import watch
+from eagle3_lightning.extract.watchdog import unlink_shared_memory, watch
 from eagle3_lightning.stream.arena import Arena, ArenaLayout
 from eagle3_lightning.stream.channel import Channel, ChannelClosed
 from eagle3_lightning.stream.messages import AnyMessage, Dropped, Failed, Ready, Sample, Shutdown, Stats, Submit
@@ -227,6 +227,7 @@ def _start_vllm(spec: ProducerSpec, channel: Channel) -> tuple[Engine, Arena, Re
             f"vLLM {found[1]} does not start with target.path = {spec.engine.model_path!r} and these data.engine "
             f"options: {_shortened(error)}. If `vllm serve` cannot load it either, choose another target or vLLM."
         ) from error
+    unlink_shared_memory(os.getpgid(0), Path(spec.private_dir))
     notes = SelfCheck(engine, inspect_target(TargetOptions(spec.engine.model_path))).run()
     if engine.on_cpu and spec.engine.temperature > 0:
         notes.append("vLLM on the CPU cannot sample with per-request seeds: answers differ from run to run")

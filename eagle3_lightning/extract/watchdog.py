@@ -5,6 +5,7 @@ each notice only the death of its own parent, if that.
 """
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 _TRACKER = "multiprocessing.resource_tracker"
+_WORKERS_MEMORY = re.compile(r"/dev/shm/\S+-cpushm_\d+(?=\n)")
 
 
 def watch(trainer_pid: int, producer_pid: int, private_dir: Path) -> None:
@@ -49,6 +51,7 @@ def watch(trainer_pid: int, producer_pid: int, private_dir: Path) -> None:
 def _end(dead_pid: int, trainer_pid: int, producer_pid: int, private_dir: Path) -> NoReturn:
     who = "the trainer" if dead_pid == trainer_pid else "the producer"
     print(f"eagle3: {who} (process {dead_pid}) is gone, ending process {os.getpid()}", file=sys.stderr, flush=True)
+    unlink_shared_memory(os.getpgid(0), private_dir)
     if dead_pid == trainer_pid:
         shutil.rmtree(private_dir, ignore_errors=True)
     if os.getpid() == producer_pid:
@@ -117,6 +120,24 @@ def group_members(group: int) -> list[int]:
             if int(process_group) == group and state != "Z":
                 members.append(int(entry.name))
     return members
+
+
+def unlink_shared_memory(group: int, private_dir: Path) -> None:
+    """Take the names from the shared memory of vLLM's CPU workers, who would leave it behind, killed or not.
+
+    It lives on where it is mapped; nobody opens it by name once the workers have met.
+
+    Args:
+        group: of the processes that may have it mapped.
+        private_dir: of the run. vLLM names the memory after the file there over which its workers meet; older versions
+            meet at a port.
+    """
+    names = {name for file in private_dir.glob("vllm_dist_*") for name in Path("/dev/shm").glob(f"{file.name}-*")}
+    for pid in group_members(group):
+        with suppress(OSError):  # it has ended
+            names |= {Path(name) for name in _WORKERS_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())}
+    for name in names:
+        name.unlink(missing_ok=True)
 
 
 def wait_group(group: int, timeout_s: float) -> list[int]:

@@ -197,6 +197,9 @@ class Fit:
                 continue
         return found
 
+    def named_memory(self) -> set[str]:
+        return set(os.listdir("/dev/shm")) - self.shared_before
+
     def new_shared_memory(self) -> set[str]:
         return new_shared_memory(self.shared_before)
 

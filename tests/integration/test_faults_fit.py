@@ -96,6 +96,25 @@ def test_kill_9_of_a_part_of_vllm_with_no_restart_left(material, tmp_path, victi
     OUTCOMES.append((f"{victim}, SIGKILL", STEADY, f"{outcome}: reason and end of vllm.log"))
 
 
+@pytest.mark.parametrize(("victim", "when"), [("worker", START), ("trainer", START), ("trainer", STEADY)])
+def test_kill_9_with_two_tensor_parallel_workers(material, tmp_path, victim, when):
+    """The memory over which vLLM's CPU workers sum has a name, which vLLM itself would leave behind."""
+    fit = Fit(material, tmp_path / "run", "--data.engine.tensor_parallel_size=2")
+    if when == START:
+        fit.wait_until(lambda: any("-cpushm_" in name for name in fit.named_memory()), "memory of the workers")
+    else:
+        fit.wait_for_step(2)
+    outcome = "nothing left"
+    if victim == "worker":
+        os.kill(fit.vllm_processes()[-1], signal.SIGKILL)
+        outcome = ended(fit, "vLLM's producer")
+    else:
+        fit.process.kill()
+        fit.finish()
+        fit.assert_nothing_left()
+    OUTCOMES.append((f"tensor parallel 2: {victim}, SIGKILL", when, outcome))
+
+
 def test_kill_9_of_the_trainer_at_the_start(material, tmp_path):
     fit = Fit(material, tmp_path / "run")
     fit.wait_for_vllm()

@@ -1,6 +1,7 @@
 """Engines of other kinds than the plain one: two workers, two processes, the V2 runner, int4 weights, pipelines."""
 
 import json
+import os
 
 import pytest
 from extract_support import (
@@ -14,6 +15,7 @@ from extract_support import (
     reference_states,
     relative_error,
 )
+from fault_support import new_shared_memory
 from toy_targets import make_int4_toy, make_toy
 
 from eagle3_lightning.errors import ConfigError, ProducerError
@@ -43,8 +45,9 @@ def check_states(info, plan, run_dir, tolerance=2e-4, reference_path=None, **eng
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_two_tensor_parallel_workers(name, tmp_path):
-    info = read_target(make_toy(name, tmp_path / "target"))
+    info, before = read_target(make_toy(name, tmp_path / "target")), set(os.listdir("/dev/shm"))
     check_states(info, PLAN, tmp_path, tensor_parallel_size=2, cpu_threads=1)
+    assert [left for left in new_shared_memory(before) if "-cpushm_" in left] == []
     log = (tmp_path / "vllm.log").read_text()
     assert "world_size=2 rank=1" in log
 
