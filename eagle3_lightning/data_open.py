@@ -173,7 +173,11 @@ class DataOpener:
         streams = self._requests
         if not streams:
             assert self._trainer is not None
-            streams = self._open_requests(self._own.write(self._trainer))
+            if self._trainer.state.fn == "validate" and self._options.prompts.val:
+                with self._own.stand_in() as prompts:  # nobody reads the training prompts
+                    streams = self._open_requests(prompts)
+            else:
+                streams = self._open_requests(self._own.write(self._trainer))
         store, disk = self._open_store(streams)
         max_val_samples = self._options.prompts.max_val_samples
         if store is not None and disk is not None and is_complete(store.has_all, streams, max_val_samples):

@@ -81,7 +81,8 @@ def assemble(
     """
     ends = list(accumulate(num_slots(sample.num_rows) for sample in samples))
     hidden_size, dtype = samples[0].hidden_size, samples[0].dtype
-    batch = empty_batch(ends[-1] if pad_to is None else pad_to, num_aux, hidden_size, dtype)
+    with torch.inference_mode(False):  # which is a thread's own: the pool could not write to what is made in it
+        batch = empty_batch(ends[-1] if pad_to is None else pad_to, num_aux, hidden_size, dtype)
     batch.sample_ids.extend(sample.index for sample in samples)
 
     def fill(doc: int) -> None:

@@ -410,3 +410,14 @@ def test_a_sample_file_names_what_it_lacks(tmp_path):
     save_file({"hidden_states": torch.zeros(3, 4, 8), "token_ids": torch.arange(2)}, tmp_path / "hs_0.safetensors")
     with pytest.raises(ValueError, match="2 token ids and 3 rows"):
         StoredSample(tmp_path / "hs_0.safetensors", "train", 0, FinalNorm(torch.ones(8), 1e-5), torch.float32)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_validate_sees_the_batches_of_a_fit(make_data, tmp_path, cached):
+    """Lightning validates in inference mode, which threads do not share."""
+    directory = tmp_path / "cache" if cached else None
+    fitted = fit(make_data(dir=directory))
+    validated = Full()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.validate(validated, make_data(NoEngine if cached else ToyDataModule, dir=directory), verbose=False)
+    assert same(fitted.val_batches, validated.val_batches)
