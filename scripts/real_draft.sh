@@ -5,6 +5,7 @@
 #   scripts/real_draft.sh peer [SECONDS]         `speculators train` on the samples that it left on disk, for as long as
 #                                                the whole run of ours took (its start-up and generation counted for it)
 #   scripts/real_draft.sh bench ours|peer EVAL.jsonl ...   either draft in vLLM, 5 tokens, temperature 0
+#   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
 #
 # OUT (runs/smollm2_real), SAMPLES (.cache/samples/smollm2_real) and TARGET (.cache/target/smollm2-135m) can be set.
 set -euo pipefail
@@ -50,6 +51,18 @@ bench() {
         --concurrency ${CONCURRENCY:-32} --max-new-tokens 256 --json >"$out/bench_$side.json"
 }
 
-command=${1:?ours, peer or bench}
+simulate() {
+    local file jobs=()
+    for file in "$@"; do # at once: each has a small engine of its own
+        "$python" -m eagle3_lightning validate --config "$out/config.yaml" --ckpt_path "$out/checkpoints/last.ckpt" \
+            --run_dir "$out/simulated/$(basename "$file" .jsonl)" --trainer.logger null --data.cache.dir null \
+            --data.prompts.val "[$file]" --data.prompts.max_val_samples 1000 --data.sampling.max_new_tokens 256 \
+            ${SIMULATE_ARGS:---data.engine.gpu_memory_utilization 0.1} &
+        jobs+=($!)
+    done
+    for job in "${jobs[@]}"; do wait "$job"; done
+}
+
+command=${1:?ours, peer, bench or simulate}
 shift
 "$command" "$@"

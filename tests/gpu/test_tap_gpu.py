@@ -1,4 +1,4 @@
-"""The tap on CUDA: compiled with CUDA graphs and eager, V1 and V2 model runners, against Transformers in float32.
+"""The tap on CUDA, against Transformers: compiled with CUDA graphs and eager, V1 and V2 model runners, one and two GPUs.
 
 Needs nothing but a vLLM: the target is a toy that the test makes. `pytest tests/gpu/test_tap_gpu.py` takes about a
 minute for each engine.
@@ -30,15 +30,19 @@ def target(tmp_path_factory):
     return read_target(path)
 
 
+@pytest.mark.parametrize("num_gpus", [1, 2])
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_states_are_those_of_transformers(target, runner, eager, tmp_path, monkeypatch):
+def test_states_are_those_of_transformers(target, runner, eager, num_gpus, tmp_path, monkeypatch):
+    if num_gpus > torch.cuda.device_count():
+        pytest.skip(f"needs {num_gpus} GPUs")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     generator = torch.Generator().manual_seed(3)
     prompts = random_prompts(target, torch.randint(2, 200, (64,), generator=generator).tolist())
     options = {"enforce_eager": eager, "gpu_memory_utilization": 0.2, "start_timeout_s": 400.0}
-    with extractor(target, all_layers(target), tmp_path, max_num_batched_tokens=512, **options) as (made, queue):
+    options |= {"max_num_batched_tokens": 512, "tensor_parallel_size": num_gpus}
+    with extractor(target, all_layers(target), tmp_path, **options) as (made, queue):
         assert made.wait_ready().tap == f"aux/{runner}"
         samples = collect(queue, prompts, 24)
         samples += collect(queue, [s.token_ids for s in samples], 0, "val")
@@ -48,7 +52,6 @@ def test_states_are_those_of_transformers(target, runner, eager, tmp_path, monke
             reference = torch.cat([reference[:, :-2], reference[:, -1:]], dim=1)
             worst = torch.maximum(worst, relative_error(sample.rows(), reference))
             sample.release()
-    print(
-        runner, "eager" if eager else "compiled", "worst relative error by layer", [round(w, 4) for w in worst.tolist()]
-    )
+    how = f"{runner}, {'eager' if eager else 'compiled'}, {num_gpus} GPUs"
+    print(how, "worst relative error by layer", [round(w, 4) for w in worst.tolist()])
     assert worst.max() < 0.04  # rounding grows from 0.4 % to 2 %; one layer off gives more than 50 %
