@@ -1,4 +1,4 @@
-"""The tap on CUDA, against Transformers: compiled with CUDA graphs and eager, V1 and V2 model runners, one and two GPUs.
+"""The tap on CUDA, against Transformers: compiled with CUDA graphs and eager, V1 and V2 runners, one and two GPUs.
 
 Needs nothing but a vLLM: the target is a toy that the test makes. `pytest tests/gpu/test_tap_gpu.py` takes about a
 minute for each engine.
