@@ -4,12 +4,17 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.run_directory import VALIDATION
 
 WANDB = "lightning.pytorch.loggers.WandbLogger"
@@ -17,6 +22,7 @@ CSV = "lightning.pytorch.loggers.CSVLogger"
 WANDB_ID_FILE = "wandb_id"
 _WANDB_URL = "https://api.wandb.ai"
 _REACH_TIMEOUT_S = 10.0
+_FINISH_TIMEOUT_S = 600  # W&B's own is none: a server that is gone would keep a run that is over
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +82,54 @@ def _complete_wandb(arguments: Namespace, run_dir: Path) -> None:
     if fault is not None:
         _log.warning("%s: this run is logged offline, into %s; `wandb sync` sends it later", fault, run_dir / "wandb")
         arguments.offline = True
+        return
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(_FINISH_TIMEOUT_S))
+
+
+def begin_wandb(logger: WandbLogger) -> None:
+    """Have W&B begin its run now, before vLLM starts; on the other ranks nothing happens.
+
+    Raises:
+        ConfigError: it does not, for example for a key that its server does not know.
+    """
+    try:
+        _ = logger.experiment
+    except Exception as error:  # W&B's own kinds, and those of the libraries under it
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            "trainer.logger",
+            "WandbLogger",
+            f"W&B does not begin its run ({reason})",
+            "Check WANDB_API_KEY and WANDB_BASE_URL, or set WANDB_MODE=offline.",
+        ) from error
+
+
+def wandb_loggers(trainer: Trainer) -> list[WandbLogger]:
+    """Those of a trainer."""
+    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+
+
+def end_wandb(logger: WandbLogger) -> None:
+    """Wait until W&B has sent its run. Left to the end of the process, it would not say what it could not send."""
+    with wandb_may_fail("the end of its run"):
+        logger.experiment.finish()
+
+
+@contextmanager
+def wandb_may_fail(what: str) -> Iterator[None]:
+    """Let the run go on when W&B's server does not take something that it is waited for.
+
+    Metrics are not waited for: W&B writes them to the disk, tries again in the background and says at the end what was
+    not sent.
+
+    Args:
+        what: is sent, for the message.
+    """
+    try:
+        yield
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split()) or type(error).__name__
+        _log.warning("W&B did not take %s (%s): the run goes on without it", what, reason)
 
 
 def wandb_fault() -> str | None:

@@ -33,7 +33,7 @@ from eagle3_lightning.callbacks.throughput import ThroughputCallback
 from eagle3_lightning.checkpoints import WholeFileIO, read_checkpoint
 from eagle3_lightning.datamodule import HiddenStateDataModule
 from eagle3_lightning.errors import ConfigError, Eagle3Error, OptionsError
-from eagle3_lightning.loggers import complete_logger
+from eagle3_lightning.loggers import begin_wandb, complete_logger, end_wandb, wandb_loggers
 from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
@@ -55,10 +55,12 @@ def main(argv: Sequence[str]) -> int:
     lock, termination = RunLock(), TerminationCallback()  # new ones for each run: they remember
     try:
         termination.listen()
-        make_cli(Eagle3CLI, argv, lock, termination=termination)
+        cli = make_cli(Eagle3CLI, argv, lock, termination=termination)
     finally:
         lock.release()
         termination.end()
+    for logger in wandb_loggers(cli.trainer):
+        end_wandb(logger)
     return 0
 
 
@@ -218,7 +220,9 @@ class Eagle3CLI(LightningCLI):
             schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
             self.model.on_load_checkpoint(read_checkpoint(ckpt_path, "--ckpt_path"))
-        self.datamodule.check()  # before Lightning has the loggers begin
+        self.datamodule.check()  # before the loggers begin
+        for logger in wandb_loggers(self.trainer):
+            begin_wandb(logger)
 
     def before_instantiate_classes(self) -> None:
         """Check what spans several groups, and complete the loggers."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
 
+from eagle3_lightning.loggers import wandb_loggers, wandb_may_fail
 from eagle3_lightning.prompts.preview import COLUMNS, Preview, to_html, to_table
 
 
@@ -29,6 +29,6 @@ class PreviewCallback(Callback):
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "preview.html").write_text(to_html(previews), encoding="utf-8")
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
+        for logger in wandb_loggers(trainer):
+            with wandb_may_fail("the preview"):  # a table is an artifact, of which W&B asks its server
                 logger.log_table("data/preview", columns=COLUMNS, data=to_table(previews))

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import WandbLogger
+
+from eagle3_lightning.loggers import wandb_loggers, wandb_may_fail
 
 ARTIFACT_TYPE = "draft"
 MIB = 2**20
@@ -21,9 +22,7 @@ def record_draft(trainer: Trainer, directory: Path, alias: str, max_mib: float, 
         facts: stored with the artifact.
     """
     size_mib = sum(file.stat().st_size for file in directory.iterdir()) / MIB
-    for logger in trainer.loggers:
-        if not isinstance(logger, WandbLogger):
-            continue
+    for logger in wandb_loggers(trainer):
         run = logger.experiment
         named = {"path": str(directory), "size_mib": round(size_mib, 1), "artifact": size_mib <= max_mib}
         run.summary.update({f"draft_{alias}": {**named, **facts}})
@@ -32,4 +31,5 @@ def record_draft(trainer: Trainer, directory: Path, alias: str, max_mib: float, 
 
             artifact = wandb.Artifact(f"draft-{run.id}", type=ARTIFACT_TYPE, metadata=facts)
             artifact.add_dir(str(directory))
-            run.log_artifact(artifact, aliases=[alias])
+            with wandb_may_fail(f"the draft in {directory}"):
+                run.log_artifact(artifact, aliases=[alias])

@@ -131,9 +131,14 @@ def test_wandb_is_offline_without_an_account_and_keeps_its_id(
     logger, csv = complete_logger(wandb_config(), run_dir)
     assert logger.init_args.id == "abc123"
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "7")
     with answering(404) as url:
         monkeypatch.setenv("WANDB_BASE_URL", url)
         logger, csv = complete_logger(wandb_config(), run_dir)
+        assert os.environ["WANDB_FINISH_TIMEOUT"] == "7"
+        monkeypatch.delenv("WANDB_FINISH_TIMEOUT")
+        complete_logger(wandb_config(), run_dir)
+    assert os.environ["WANDB_FINISH_TIMEOUT"] == "600"  # a server that is gone ends no run, and keeps none
     assert logger.init_args.offline is False
 
 
