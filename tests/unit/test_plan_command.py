@@ -231,6 +231,14 @@ def test_what_just_fits_fits(capsys: pytest.CaptureFixture[str], more: list[str]
     assert capsys.readouterr().err == ""  # nothing of the trainer that was made to check its options
 
 
+def test_stored_states_leave_no_option_unread(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "data_0.pt").touch()  # by its name
+    assert main(quickstart("--data.prompts.train", str(tmp_path))) == 2
+    expected = "data.sampling.max_new_tokens = 128: data.prompts.train holds stored states, which are read as they are"
+    assert expected in capsys.readouterr().err
+    assert main(quickstart("--data.prompts.train", str(tmp_path), "--data.sampling.max_new_tokens=512")) == 0
+
+
 def test_ranks_of_a_cpu_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ["--plan.matrix_tflops", "0.1", "--plan.bandwidth_gb_s", "20", "--plan.host_memory_gib", "64"]
     one, two = planned(capsys, quickstart(*rates)), planned(capsys, quickstart(*rates, "--trainer.devices", "2"))
