@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,6 +50,8 @@ class RowWriter:
         """
         self._arena = arena
         arena.counters.zero_()  # those of a producer that died are the hub's to remember
+        self._ids, self._finite = arena.ids.numpy(), arena.finite.numpy()
+        self._headers, self._arena_counters = arena.headers.numpy(), arena.counters.numpy()
         self._slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_requests))
         self._serials = np.zeros(max_requests, np.int64)
@@ -87,6 +88,7 @@ class RowWriter:
 
     def close(self) -> None:
         """Unmap the arena; no step may be under way."""
+        self._ids = self._finite = self._headers = self._arena_counters = np.empty(0)
         self._arena.close()
 
     def _take_slot(self) -> int:
@@ -110,18 +112,21 @@ class RowWriter:
             None if no request of the step is captured. Rows behind the reserved blocks are left out: vLLM may run one
             step more than the answer needs, and that row is nobody's.
         """
-        slots = np.fromiter((self._slot_of.get(r, -1) for r in request_ids), np.int64, len(request_ids))
+        slots = np.array([self._slot_of.get(r, -1) for r in request_ids], np.int64)
         captured = slots >= 0
         if not captured.any():
             return None
-        num_all = int(num_tokens.sum())
-        request = np.repeat(np.arange(len(slots)), num_tokens)
-        starts = np.cumsum(num_tokens) - num_tokens
-        position = np.arange(num_all) - starts[request] + first_position[request]
-        slot = slots[request]
+        if len(slots) == (num_all := int(num_tokens.sum())):  # one token each, as in most steps
+            slot, position = slots, first_position
+        else:
+            request = np.repeat(np.arange(len(slots)), num_tokens)
+            starts = np.cumsum(num_tokens) - num_tokens
+            slot, position = slots[request], np.arange(num_all) - starts[request] + first_position[request]
         keep = (slot >= 0) & (position < self._limit[slot])
-        source = None if keep.all() else torch.from_numpy(np.flatnonzero(keep))
-        slot, position = slot[keep], position[keep]
+        source = None
+        if not keep.all():
+            source = torch.from_numpy(np.flatnonzero(keep))
+            slot, position = slot[keep], position[keep]
         block, offset = np.divmod(position, self._arena.layout.block_tokens)
         dest = self._blocks[slot, block] * self._arena.layout.block_tokens + offset
         slots, num_tokens, first_position = slots[captured], num_tokens[captured], first_position[captured]
@@ -130,30 +135,36 @@ class RowWriter:
         about = (self._blocks[slots, 0], self._serials[slots], first_position, num_tokens, self._limit[slots])
         return StepRows(source, torch.from_numpy(dest), np.stack(about, axis=1), self._counters.copy())
 
-    def write(self, step: StepRows, rows: Tensor | Sequence[Tensor], ids: Int[Tensor, " n"], finite: Tensor) -> None:
+    def write(self, step: StepRows, rows: Tensor | Sequence[Tensor], ids: IntArray, finite: NDArray[np.bool_]) -> None:
         """Copy the rows of a step, then say in the headers that they are there.
+
+        The rows are the only torch operation: each gives Python's lock away and has to wait for it again, in turns with
+        the thread that runs vLLM.
 
         Args:
             step: from `plan`.
             rows: [n, L, H], or L tensors [n, H], on the CPU; all rows of the step.
-            ids: token ids that the step was fed.
-            finite: [n] bool, whether all values of a row are finite.
+            ids: [n] token ids that the step was fed.
+            finite: [n] whether all values of a row are finite.
         """
         parts = (
             [(self._arena.rows, rows)]
             if isinstance(rows, Tensor)
-            else list(zip(self._arena.rows.unbind(1), rows, strict=True))
+            else zip(self._arena.rows.unbind(1), rows, strict=True)
         )
-        parts += [(self._arena.ids, ids.to(torch.int32)), (self._arena.finite, finite.to(torch.uint8))]
         for place, values in parts:
             place.index_copy_(0, step.dest, values if step.source is None else values.index_select(0, step.source))
+        source = slice(None) if step.source is None else step.source.numpy()
+        dest = step.dest.numpy()
+        self._ids[dest] = ids[source]
+        self._finite[dest] = finite[source]
         self._advance(step.requests)
-        self._arena.counters.copy_(torch.from_numpy(step.counters))
+        self._arena_counters[:] = step.counters
 
     def _advance(self, requests: IntArray) -> None:
         # What is there already is read from the header, so that a step which was never written leaves its gap.
         first_block, serial, first_position, num_rows, limit = requests.T
-        headers = self._arena.headers.numpy()
+        headers = self._headers
         new_owner = headers[first_block, 0] != serial
         before = np.where(new_owner, 0, headers[first_block, 1])
         after = np.minimum(np.maximum(before, first_position + num_rows), limit)

@@ -11,6 +11,7 @@ Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from queue import SimpleQueue as Queue
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 STAGE_TIMEOUT_S = 60.0
+NEXT_STEP_S = 0.02  # longest wait for it; rows of the last step before a pause come that much later
 STAGES = 3  # steps whose rows may be on their way to the arena at once
 
 
@@ -79,6 +81,8 @@ class _TapMixin:
         if runner_dtype != layout.dtype:
             raise ValueError(f"vLLM runs the target in {runner_dtype} and the arena holds {layout.dtype}")
         if self._writer is not None:
+            assert self._copier is not None
+            self._copier.drain()
             self._writer.close()
         self._writer = RowWriter(Arena.open(arena_path, layout))
         if self._copier is None:
@@ -238,7 +242,10 @@ class _HostCopier:
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
         finite = torch.stack([layer.isfinite().all(dim=1) for layer in layers]).all(dim=0)
-        writer.write(step, layers, ids, finite)
+        writer.write(step, layers, ids.numpy(), finite.numpy())
+
+    def drain(self) -> None:
+        """Nothing waits."""
 
 
 class _Stage:
@@ -248,7 +255,8 @@ class _Stage:
         shape = (num_tokens, layout.num_layers, layout.hidden_size)
         self.rows = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
         self.ids = torch.empty(num_tokens, dtype=torch.int32, pin_memory=True)
-        self.largest = torch.empty(num_tokens, dtype=layout.torch_dtype, pin_memory=True)
+        self.largest = torch.empty(num_tokens, dtype=torch.float32, pin_memory=True)
+        self.ids_array, self.largest_array = self.ids.numpy(), self.largest.numpy()
         self.event = torch.cuda.Event()
 
 
@@ -269,16 +277,11 @@ class _DeviceCopier:
         threading.Thread(target=self._write, name="eagle3-rows", daemon=True).start()
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
-        try:
-            stage = self._free.get(timeout=STAGE_TIMEOUT_S)
-        except Empty:
-            raise RuntimeError(f"rows were not written to the arena for {STAGE_TIMEOUT_S:.0f} s") from self._error
-        if self._error is not None:
-            raise RuntimeError("rows could not be written to the arena") from self._error
+        stage = self._free_stage()
         num_rows = len(ids)
         rows = torch.stack(list(layers), dim=1)
         # The largest magnitude of a row is finite if and only if the whole row is, and takes one kernel.
-        largest = torch.linalg.vector_norm(rows.view(num_rows, -1), ord=float("inf"), dim=1)
+        largest = torch.linalg.vector_norm(rows.view(num_rows, -1), ord=float("inf"), dim=1, dtype=torch.float32)
         ids = ids.to(torch.int32, copy=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -288,13 +291,34 @@ class _DeviceCopier:
             stage.event.record()
         self._full.put((stage, writer, step, num_rows))
 
+    def drain(self) -> None:
+        """Wait until every row is in its arena; no step may be under way."""
+        for stage in [self._free_stage() for _ in range(STAGES)]:
+            self._free.put(stage)
+
+    def _free_stage(self) -> _Stage:
+        try:
+            stage = self._free.get(timeout=STAGE_TIMEOUT_S)
+        except Empty:
+            raise RuntimeError(f"rows were not written to the arena for {STAGE_TIMEOUT_S:.0f} s") from self._error
+        if self._error is not None:
+            raise RuntimeError("rows could not be written to the arena") from self._error
+        return stage
+
     def _write(self) -> None:
+        torch.set_num_threads(1)  # of this thread alone: others would spin for work beside vLLM's
+        following = None
         while True:
-            stage, writer, step, num_rows = self._full.get()
+            stage, writer, step, num_rows = following or self._full.get()
+            following = None
             try:
                 stage.event.synchronize()
-                finite = stage.largest[:num_rows].isfinite()
-                writer.write(step, stage.rows[:num_rows], stage.ids[:num_rows], finite)
+                # Between the end of a forward pass and the start of the next one the GPU waits for vLLM's Python, with
+                # which the writing takes turns. The next pass is under way when its rows are here.
+                with suppress(Empty):
+                    following = self._full.get(timeout=NEXT_STEP_S)
+                finite = np.isfinite(stage.largest_array[:num_rows])
+                writer.write(step, stage.rows[:num_rows], stage.ids_array[:num_rows], finite)
             except BaseException as error:  # raised by the next copy, in the worker's main thread
                 self._error = error
             self._free.put(stage)

@@ -24,7 +24,7 @@ def run_step(arena, writer, *parts):
     positions = [100 * int(name) + first + i for name, first, n in parts for i in range(n)]
     if step is not None:
         rows = torch.tensor(positions, dtype=torch.float32)[:, None, None].expand(-1, 2, H).contiguous()
-        writer.write(step, rows, torch.tensor(positions), torch.ones(len(positions), dtype=torch.bool))
+        writer.write(step, rows, np.array(positions), np.ones(len(positions), bool))
     return step
 
 
@@ -93,7 +93,7 @@ def test_a_late_row_of_an_old_owner_does_not_harm_the_next(arena):
     late = writer.plan(["1"], np.array([1]), np.array([2]))
     writer.forget("1")
     writer.begin("2", 12, [0], prompt_tokens=3)
-    writer.write(late, torch.full((1, 2, H), 9.0), torch.tensor([9]), torch.tensor([True]))
+    writer.write(late, torch.full((1, 2, H), 9.0), np.array([9]), np.array([True]))
     assert arena.num_written(12, [0]) == 0
     run_step(arena, writer, ("2", 0, 3))
     assert arena.num_written(12, [0]) == 3 and arena.num_written(11, [0]) == 0
@@ -115,6 +115,6 @@ def test_finite_flags_follow_their_rows(arena):
     writer = RowWriter(arena)
     writer.begin("1", 11, [4], prompt_tokens=2)
     step = writer.plan(["9", "1"], np.array([1, 2]), np.array([0, 0]))
-    writer.write(step, torch.zeros(3, 2, H), torch.tensor([7, 8, 9]), torch.tensor([False, True, False]))
+    writer.write(step, torch.zeros(3, 2, H), np.array([7, 8, 9]), np.array([False, True, False]))
     assert arena.finite[16:18].tolist() == [1, 0]
     assert arena.ids[16:18].tolist() == [8, 9]
