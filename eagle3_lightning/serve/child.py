@@ -15,11 +15,12 @@ import msgspec
 
 from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.extract.environment import child_environment
-from eagle3_lightning.extract.watchdog import kill_group, wait_group
+from eagle3_lightning.extract.watchdog import kill_group, unlink_shared_memory, wait_group
 from eagle3_lightning.serve.messages import DONE, START_STAGES, EngineJob, EngineResult, Progress
 
 TERM_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 30
+MAX_SOCKET_DIR_BYTES = 107 - len("/") - 36  # a socket's path has at most 107 bytes, and vLLM appends a UUID
 
 
 def run_engine(
@@ -57,7 +58,7 @@ def run_engine(
             stderr=log,
             pass_fds=[write_fd],
             start_new_session=True,  # its own group, so that it can be killed wholly; Ctrl-C reaches it through us
-            env=child_environment() | job.env,
+            env=_environment(private) | job.env,
         )
         try:
             os.close(write_fd)
@@ -69,6 +70,17 @@ def run_engine(
             return msgspec.json.decode(result_file.read_bytes(), type=EngineResult)
         finally:
             stop(process)
+            unlink_shared_memory(process.pid, Path(private))  # of an engine that did not get as far as that
+
+
+def _environment(private: str) -> dict[str, str]:
+    environment = child_environment()
+    if len(os.fsencode(private)) <= MAX_SOCKET_DIR_BYTES:
+        # What torch compiles is kept, as it would be without this.
+        kept = Path(tempfile.gettempdir()) / f"torchinductor_uid_{os.getuid()}"
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        environment["TMPDIR"] = private  # vLLM's sockets, and the file over which its workers meet
+    return environment
 
 
 def _follow(

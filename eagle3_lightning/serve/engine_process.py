@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eagle3_lightning.extract.watchdog import watch
+from eagle3_lightning.extract.watchdog import unlink_shared_memory, watch
 from eagle3_lightning.serve.messages import (
     DONE,
     START_STAGES,
@@ -64,6 +64,7 @@ def main(job_file: str, events_fd: int) -> None:
 
     events.send(START_STAGES[1], 0, 1)
     llm = vllm.LLM(**job.engine)
+    unlink_shared_memory(os.getpgid(0), Path(job_file).parent)
     run_pass(llm, Task("warm-up", job.tasks[0].prompts[:1], 1), WARM_UP_TOKENS, lambda done: None)
     start_s = time.monotonic() - started_s
     passes: list[Pass] = []

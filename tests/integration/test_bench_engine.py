@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -74,7 +76,17 @@ def engine_job(**changes: object) -> EngineJob:
     return msgspec.structs.replace(job, **changes)
 
 
-def test_another_text_is_a_real_difference(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files, of ours and of what we start; pytest's own is too long for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+        yield Path(path)
+
+
+def test_another_text_is_a_real_difference(tmp_path: Path, temporary: Path) -> None:
     """What the target would not have written is found at its place, and the gap says that rounding did not do it."""
     job = engine_job(tasks=[Task("one", [[1, 4093, 198]], 1, [Outputs("forged", [[7] * 8])])])
     result = run_engine(job, label="x", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
@@ -83,6 +95,7 @@ def test_another_text_is_a_real_difference(tmp_path: Path) -> None:
     assert (difference.prompt, difference.position, difference.draft_token, difference.plain_token) == (0, 0, 7, own[0])
     assert own[0] == difference.top_tokens[0]
     assert not is_near_tie(difference, "bfloat16")
+    assert list(temporary.iterdir()) == []  # vLLM's own files and sockets among it
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
