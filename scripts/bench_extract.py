@@ -4,16 +4,23 @@ Each variant has a process of its own, one after the other, with the same engine
 are random too: only shapes matter for speed. Prefill is 96 prompts of 2,048 tokens with one token asked for, decode is
 256 answers of 256 tokens at once. The tap writes its rows to an arena; each finished sample's blocks are used again.
 
+vLLM 0.25's V2 runner refuses `extract_hidden_states`: there this variant runs on V1, beside a `plain` on V2.
+
 `--shared` then puts a trainer on the tap's GPU (the step of `bench_train.py`, 8B shape, in a process of its own): as
 many tokens as a prefill pass has are made and, at the same time, trained on. Sharing the GPU perfectly, both take as
 long together as one after the other.
+
+`--profile FILE` keeps the engine in the process of each variant and writes where one more decode pass spends its Python
+time; no figure of such a run compares with those of others.
 
     python scripts/bench_extract.py --runner v2 --variants plain,tap,native --passes 2 --shared --json bench.json
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -193,7 +200,15 @@ class Bench:
         assert fed == prompt, "the tap wrote other rows than it should have"
 
 
-def measure(variant: str, shape: str, load: str, passes: int) -> Iterator[dict[str, Any]]:
+def write_profile(bench: Bench, load: str, seed: int, file: Path) -> None:
+    """Where the Python of a decode pass spends its time, in this process."""
+    profiler = cProfile.Profile()
+    profiler.runcall(bench.run, *LOADS[load]["decode"], seed)
+    with file.open("w") as out:
+        pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(60)
+
+
+def measure(variant: str, shape: str, load: str, passes: int, profile: Path | None) -> Iterator[dict[str, Any]]:
     """Start one variant and time each load, after a warm-up."""
     with tempfile.TemporaryDirectory() as directory:
         started_s = time.perf_counter()
@@ -207,6 +222,8 @@ def measure(variant: str, shape: str, load: str, passes: int) -> Iterator[dict[s
                 seconds = bench.run(num_prompts, prompt_tokens, answer_tokens, seed)
                 num_tokens = num_prompts * (prompt_tokens if name == "prefill" else answer_tokens)
                 yield {"variant": variant, "load": name, "tokens_per_s": round(num_tokens / seconds, 1)}
+        if profile is not None:
+            write_profile(bench, load, seed + 1, profile.with_name(f"{profile.stem}-{variant}{profile.suffix}"))
         config = bench.engine.vllm_config.cache_config
         yield {"variant": variant, "num_kv_blocks": config.num_gpu_blocks, "kv_block_tokens": config.block_size}
         num_prompts, prompt_tokens, answer_tokens = LOADS[load]["prefill"]
@@ -253,6 +270,11 @@ class Child:
         """Start it."""
         command = [sys.executable, __file__, "--child", what, "--shape", options.shape, "--load", options.load]
         command += ["--passes", str(options.passes)]
+        if options.profile:
+            command += ["--profile", str(options.profile)]
+            environment = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if what == "native":
+            environment = environment | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -340,6 +362,7 @@ def main() -> int:
     parser.add_argument("--load", choices=sorted(LOADS), default="full")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="text file; the variant's name is put into its own")
     parser.add_argument("--shared", action="store_true", help="also put a trainer on the tap's GPU")
     parser.add_argument("--child", choices=[*VARIANTS, "trainer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -347,7 +370,7 @@ def main() -> int:
         child = (
             train(options.shape, options.load)
             if options.child == "trainer"
-            else measure(options.child, options.shape, options.load, options.passes)
+            else measure(options.child, options.shape, options.load, options.passes, options.profile)
         )
         for result in child:
             print("RESULT", json.dumps(result), flush=True)

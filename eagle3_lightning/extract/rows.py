@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3_lightning.stream.arena import GAP, NOBODY, NUM_COUNTERS, Arena
+from eagle3_lightning.stream.arena import GAP, NOBODY, Arena
 
 IntArray = NDArray[np.int64]
 
@@ -23,15 +23,20 @@ class StepRows:
     Attributes:
         source: [n] which rows of the step; None if all of them in order.
         dest: [n] their places in the arena.
-        requests: [m, 5] of first block, serial, first position, rows, rows that its blocks can take, for every captured
-            request of the step.
-        counters: as the arena keeps them, this step included.
+        requests: [m, 4] of serial, first block, rows that its blocks can take and rows of its prompt, for every
+            captured request of the step.
+        first_position: [m] the first row's position in its request.
+        num_tokens: [m] rows of each.
     """
 
-    source: Tensor | None
-    dest: Tensor
+    source: IntArray | None
+    dest: IntArray
     requests: IntArray
-    counters: IntArray
+    first_position: IntArray
+    num_tokens: IntArray
+
+
+_SERIAL, _FIRST_BLOCK, _LIMIT, _PROMPT_TOKENS = range(4)  # columns of `requests`
 
 
 class RowWriter:
@@ -51,14 +56,13 @@ class RowWriter:
         self._arena = arena
         arena.counters.zero_()  # those of a producer that died are the hub's to remember
         self._ids, self._finite = arena.ids.numpy(), arena.finite.numpy()
-        self._headers, self._arena_counters = arena.headers.numpy(), arena.counters.numpy()
+        self._headers, self._counters = arena.headers.numpy(), arena.counters.numpy()
         self._slot_of: dict[str, int] = {}
         self._free_slots = list(range(max_requests))
-        self._serials = np.zeros(max_requests, np.int64)
-        self._limit = np.zeros(max_requests, np.int64)
-        self._prompt_tokens = np.zeros(max_requests, np.int64)
-        self._counters = np.zeros(NUM_COUNTERS, np.int64)
+        self._requests = np.zeros((max_requests, 4), np.int64)
         self._blocks = np.zeros((max_requests, 16), np.int64)
+        self._last_ids: Sequence[str] | None = None
+        self._last_slots = np.empty(0, np.int64), np.empty(0, np.bool_)
 
     def begin(self, request_id: str, serial: int, blocks: Sequence[int], prompt_tokens: int) -> None:
         """A request to capture. A second call for the same id (vLLM resumes it as if new) changes nothing.
@@ -72,12 +76,12 @@ class RowWriter:
         slot = self._slot_of.get(request_id)
         if slot is None:
             slot = self._slot_of[request_id] = self._take_slot()
+            self._last_ids = None
         if len(blocks) > self._blocks.shape[1]:
-            wider = np.zeros((len(self._serials), 2 * len(blocks)), np.int64)
+            wider = np.zeros((len(self._requests), 2 * len(blocks)), np.int64)
             wider[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = wider
-        self._serials[slot], self._prompt_tokens[slot] = serial, prompt_tokens
-        self._limit[slot] = len(blocks) * self._arena.layout.block_tokens
+        self._requests[slot] = serial, blocks[0], len(blocks) * self._arena.layout.block_tokens, prompt_tokens
         self._blocks[slot, : len(blocks)] = blocks
 
     def forget(self, request_id: str) -> None:
@@ -85,17 +89,18 @@ class RowWriter:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            self._last_ids = None
 
     def close(self) -> None:
         """Unmap the arena; no step may be under way."""
-        self._ids = self._finite = self._headers = self._arena_counters = np.empty(0)
+        self._ids = self._finite = self._headers = self._counters = np.empty(0)
         self._arena.close()
 
     def _take_slot(self) -> int:
         if not self._free_slots:
-            size = len(self._serials)
+            size = len(self._requests)
             self._free_slots = list(range(size, 2 * size))
-            for name in ("_serials", "_limit", "_prompt_tokens", "_blocks"):
+            for name in ("_requests", "_blocks"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         return self._free_slots.pop()
@@ -112,8 +117,7 @@ class RowWriter:
             None if no request of the step is captured. Rows behind the reserved blocks are left out: vLLM may run one
             step more than the answer needs, and that row is nobody's.
         """
-        slots = np.array([self._slot_of.get(r, -1) for r in request_ids], np.int64)
-        captured = slots >= 0
+        slots, captured = self._slots(request_ids)
         if not captured.any():
             return None
         if len(slots) == (num_all := int(num_tokens.sum())):  # one token each, as in most steps
@@ -122,18 +126,24 @@ class RowWriter:
             request = np.repeat(np.arange(len(slots)), num_tokens)
             starts = np.cumsum(num_tokens) - num_tokens
             slot, position = slots[request], np.arange(num_all) - starts[request] + first_position[request]
-        keep = (slot >= 0) & (position < self._limit[slot])
+        keep = (slot >= 0) & (position < self._requests[slot, _LIMIT])
         source = None
         if not keep.all():
-            source = torch.from_numpy(np.flatnonzero(keep))
+            source = np.flatnonzero(keep)
             slot, position = slot[keep], position[keep]
         block, offset = np.divmod(position, self._arena.layout.block_tokens)
         dest = self._blocks[slot, block] * self._arena.layout.block_tokens + offset
-        slots, num_tokens, first_position = slots[captured], num_tokens[captured], first_position[captured]
-        num_prompt = np.clip(self._prompt_tokens[slots] - first_position, 0, num_tokens).sum()
-        self._counters += (num_prompt, num_tokens.sum() - num_prompt, 1)
-        about = (self._blocks[slots, 0], self._serials[slots], first_position, num_tokens, self._limit[slots])
-        return StepRows(source, torch.from_numpy(dest), np.stack(about, axis=1), self._counters.copy())
+        if not captured.all():
+            slots, num_tokens, first_position = slots[captured], num_tokens[captured], first_position[captured]
+        return StepRows(source, dest, self._requests[slots], first_position, num_tokens)
+
+    def _slots(self, request_ids: Sequence[str]) -> tuple[IntArray, NDArray[np.bool_]]:
+        """[m] the table's row of each request, and whether it has one (else -1); as before for the same requests."""
+        if request_ids != self._last_ids:
+            self._last_ids = list(request_ids)
+            slots = np.array([self._slot_of.get(r, -1) for r in request_ids], np.int64)
+            self._last_slots = slots, slots >= 0
+        return self._last_slots
 
     def write(self, step: StepRows, rows: Tensor | Sequence[Tensor], ids: IntArray, finite: NDArray[np.bool_]) -> None:
         """Copy the rows of a step, then say in the headers that they are there.
@@ -152,23 +162,26 @@ class RowWriter:
             if isinstance(rows, Tensor)
             else zip(self._arena.rows.unbind(1), rows, strict=True)
         )
+        dest = torch.from_numpy(step.dest)
         for place, values in parts:
-            place.index_copy_(0, step.dest, values if step.source is None else values.index_select(0, step.source))
-        source = slice(None) if step.source is None else step.source.numpy()
-        dest = step.dest.numpy()
-        self._ids[dest] = ids[source]
-        self._finite[dest] = finite[source]
-        self._advance(step.requests)
-        self._arena_counters[:] = step.counters
+            chosen = values if step.source is None else values.index_select(0, torch.from_numpy(step.source))
+            place.index_copy_(0, dest, chosen)
+        chosen_rows = slice(None) if step.source is None else step.source
+        self._ids[step.dest] = ids[chosen_rows]
+        self._finite[step.dest] = finite[chosen_rows]
+        self._advance(step)
+        num_rows = int(step.num_tokens.sum())
+        num_prompt = int((step.requests[:, _PROMPT_TOKENS] - step.first_position).clip(0, step.num_tokens).sum())
+        self._counters += (num_prompt, num_rows - num_prompt, 1)
 
-    def _advance(self, requests: IntArray) -> None:
+    def _advance(self, step: StepRows) -> None:
         # What is there already is read from the header, so that a step which was never written leaves its gap.
-        first_block, serial, first_position, num_rows, limit = requests.T
+        serial, first_block, limit, _ = step.requests.T
         headers = self._headers
         new_owner = headers[first_block, 0] != serial
         before = np.where(new_owner, 0, headers[first_block, 1])
-        after = np.minimum(np.maximum(before, first_position + num_rows), limit)
-        after[(first_position > before) | (before == GAP)] = GAP
+        after = np.minimum(np.maximum(before, step.first_position + step.num_tokens), limit)
+        after[(step.first_position > before) | (before == GAP)] = GAP
         # A reader must never see the new serial beside the old owner's count.
         headers[first_block[new_owner], 0] = NOBODY
         headers[first_block, 1] = after

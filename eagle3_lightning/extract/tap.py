@@ -54,6 +54,7 @@ class _TapMixin:
         loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._settings = msgspec.convert(self.vllm_config.additional_config[CONFIG_KEY], TapSettings)
         model = self.model_runner.get_model()
+        self._order = _StepOrder()
         self._hooks: _LayerHooks | None = None
         if supports_eagle3(model):
             model.set_aux_hidden_state_layers(to_vllm(self._settings.aux_layers))
@@ -135,8 +136,7 @@ class _TapMixin:
         state = self.model_runner.execute_model_state
         if state is None or not scheduled.total_num_scheduled_tokens:
             return
-        request_ids, num_tokens, first_position = _rows_of_step(self.model_runner, state, scheduled)
-        step = writer.plan(request_ids, num_tokens, first_position)
+        step = writer.plan(*self._order.of(self.model_runner, state, scheduled))
         if step is None:
             return
         num_rows = scheduled.total_num_scheduled_tokens
@@ -164,20 +164,33 @@ def _is_v2(runner: Any) -> bool:
     return not hasattr(runner, "input_batch")
 
 
-def _rows_of_step(runner: Any, state: Any, scheduled: "SchedulerOutput") -> tuple[Sequence[str], IntArray, IntArray]:
+class _StepOrder:
     """The requests of a step in the order of their rows, how many rows each has and at which position they begin.
 
     The order is the runner's own: neither that of submission nor that of the scheduler. The positions are the
     scheduler's; without speculative decoding they are exact, with asynchronous scheduling as well.
     """
-    request_ids = state.input_batch.req_ids if _is_v2(runner) else runner.input_batch.req_ids
-    cached = scheduled.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
-    counts = scheduled.num_scheduled_tokens
-    num_tokens = np.fromiter((counts[r] for r in request_ids), np.int64, len(request_ids))
-    first_position = np.fromiter((computed[r] for r in request_ids), np.int64, len(request_ids))
-    return request_ids, num_tokens, first_position
+
+    def __init__(self) -> None:
+        self._known: tuple[list[str], list[str]] = [], []  # ids as the scheduler and as the runner had them last
+        self._places = np.empty(0, np.int64)  # of the runner's requests among the scheduler's
+
+    def of(self, runner: Any, state: Any, scheduled: "SchedulerOutput") -> tuple[list[str], IntArray, IntArray]:
+        request_ids = list(state.input_batch.req_ids if _is_v2(runner) else runner.input_batch.req_ids)
+        cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
+        if new or scheduled.total_num_scheduled_tokens != len(request_ids):
+            computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            computed.update((request.req_id, request.num_computed_tokens) for request in new)
+            counts = scheduled.num_scheduled_tokens
+            num_tokens = np.array([counts[r] for r in request_ids], np.int64)
+            return request_ids, num_tokens, np.array([computed[r] for r in request_ids], np.int64)
+        # One token each of requests that ran before, as in most steps: little of vLLM's time may go into it.
+        if self._known != (cached.req_ids, request_ids):
+            place_of = {request_id: place for place, request_id in enumerate(cached.req_ids)}
+            self._known = list(cached.req_ids), request_ids
+            self._places = np.array([place_of[r] for r in request_ids], np.int64)
+        computed_tokens = np.array(cached.num_computed_tokens, np.int64)
+        return request_ids, np.ones(len(request_ids), np.int64), computed_tokens[self._places]
 
 
 def _input_ids(runner: Any, state: Any) -> Tensor:
@@ -254,9 +267,8 @@ class _Stage:
     def __init__(self, num_tokens: int, layout: ArenaLayout) -> None:
         shape = (num_tokens, layout.num_layers, layout.hidden_size)
         self.rows = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
-        self.ids = torch.empty(num_tokens, dtype=torch.int32, pin_memory=True)
-        self.largest = torch.empty(num_tokens, dtype=torch.float32, pin_memory=True)
-        self.ids_array, self.largest_array = self.ids.numpy(), self.largest.numpy()
+        self.small = torch.empty(2 * num_tokens, dtype=torch.int32, pin_memory=True)
+        self.source: tuple[Tensor, Tensor] | None = None  # on the GPU, until they are copied
         self.event = torch.cuda.Event()
 
 
@@ -280,15 +292,17 @@ class _DeviceCopier:
         stage = self._free_stage()
         num_rows = len(ids)
         rows = torch.stack(list(layers), dim=1)
+        small = torch.empty(2, num_rows, dtype=torch.int32, device=rows.device)
+        small[0].copy_(ids)
         # The largest magnitude of a row is finite if and only if the whole row is, and takes one kernel.
-        largest = torch.linalg.vector_norm(rows.view(num_rows, -1), ord=float("inf"), dim=1, dtype=torch.float32)
-        ids = ids.to(torch.int32, copy=True)
+        largest = small[1].view(torch.float32)
+        torch.linalg.vector_norm(rows.view(num_rows, -1), ord=float("inf"), dim=1, dtype=torch.float32, out=largest)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for pinned, tensor in ((stage.rows, rows), (stage.ids, ids), (stage.largest, largest)):
-                pinned[:num_rows].copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
+            stage.rows[:num_rows].copy_(rows, non_blocking=True)
+            stage.small[: 2 * num_rows].copy_(small.view(-1), non_blocking=True)
             stage.event.record()
+        stage.source = rows, small
         self._full.put((stage, writer, step, num_rows))
 
     def drain(self) -> None:
@@ -313,12 +327,13 @@ class _DeviceCopier:
             following = None
             try:
                 stage.event.synchronize()
+                stage.source = None
                 # Between the end of a forward pass and the start of the next one the GPU waits for vLLM's Python, with
                 # which the writing takes turns. The next pass is under way when its rows are here.
                 with suppress(Empty):
                     following = self._full.get(timeout=NEXT_STEP_S)
-                finite = np.isfinite(stage.largest_array[:num_rows])
-                writer.write(step, stage.rows[:num_rows], stage.ids_array[:num_rows], finite)
+                ids, largest = stage.small[: 2 * num_rows].numpy().reshape(2, num_rows)
+                writer.write(step, stage.rows[:num_rows], ids, np.isfinite(largest.view(np.float32)))
             except BaseException as error:  # raised by the next copy, in the worker's main thread
                 self._error = error
             self._free.put(stage)
