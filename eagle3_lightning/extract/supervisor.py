@@ -118,7 +118,8 @@ class Extractor:
         self._private_dir = _make_private_dir(options.socket_dir)
         self._opened.callback(shutil.rmtree, self._private_dir, ignore_errors=True)
         listen = self._private_dir / "hub" if self._world_size > 1 else None
-        self._hub = Hub(self._arena.layout.num_blocks, options.block_tokens, self._world_size, listen)
+        num_blocks, max_running = self._arena.layout.num_blocks, self._settings.max_num_seqs
+        self._hub = Hub(num_blocks, options.block_tokens, self._world_size, listen, max_running)
         self._opened.callback(self._hub.close)
         self._hub.on_producer_lost = self._note_lost
         self._hub.start()

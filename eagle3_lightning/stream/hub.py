@@ -62,7 +62,9 @@ class Hub:
         on_producer_lost: called in the hub's thread with the last words of a producer that is gone, empty if none came.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int, world_size: int, listen: Path | None) -> None:
+    def __init__(
+        self, num_blocks: int, block_tokens: int, world_size: int, listen: Path | None, max_running: int
+    ) -> None:
         """Prepare the hub; `start` runs it.
 
         Args:
@@ -70,6 +72,7 @@ class Hub:
             block_tokens: rows of one block.
             world_size: ranks that read every sample.
             listen: path of the socket on which ranks other than this process's connect; None if there are none.
+            max_running: requests that the producer runs at once; while it has as many, it does not starve.
 
         Raises:
             ConfigError: `listen` exists already.
@@ -79,7 +82,7 @@ class Hub:
         self.on_producer_lost: Callable[[str], None] = lambda words: self.fail(words or "the producer is gone")
         self._pool = BlockPool(num_blocks)
         self._block_tokens = block_tokens
-        self._world_size = world_size
+        self._world_size, self._max_running = world_size, max_running
         self._backlog: deque[Submit] = deque()
         self._owed: dict[int, Submit] = {}
         self._held: dict[int, _Held] = {}
@@ -89,6 +92,7 @@ class Hub:
         self.serving = False  # the producer has said Ready
         self._history: list[AnyMessage] = []  # what a rank that connects late has missed
         self._serial = 0
+        self._has_no_room = False  # for the request that is first in line
         self._starved_since: float | None = None
         self._starved_s = 0.0
         self._restarts = 0
@@ -320,17 +324,22 @@ class Hub:
                 self._broadcast(Dropped(head.stream, head.index, head.name, "too_long", detail))
                 continue
             blocks = self._pool.take(num_blocks)
+            if self._has_no_room != (blocks is None):
+                self._has_no_room = blocks is None
+                self._broadcast(Starved(head.stream, head.index, waiting=self._has_no_room))
             if blocks is None:
-                if self._starved_since is None:
-                    self._starved_since = time.monotonic()
-                    self._broadcast(Starved(head.stream, head.index, waiting=True))
-                return
-            if self._starved_since is not None:
-                self._starved_s += time.monotonic() - self._starved_since
-                self._starved_since = None
-                self._broadcast(Starved(head.stream, head.index, waiting=False))
+                break
             self._backlog.popleft()
             self._submit(msgspec.structs.replace(head, blocks=blocks))
+        self._count_starvation()
+
+    def _count_starvation(self) -> None:
+        is_starved = bool(self._backlog) and self._has_no_room and len(self._owed) < self._max_running
+        if is_starved and self._starved_since is None:
+            self._starved_since = time.monotonic()
+        elif not is_starved and self._starved_since is not None:
+            self._starved_s += time.monotonic() - self._starved_since
+            self._starved_since = None
 
     def _submit(self, submit: Submit) -> None:
         self._serial += 1
@@ -352,6 +361,8 @@ class Hub:
         self._broadcast(msgspec.structs.replace(sample, blocks=kept))
         if surplus:
             self._admit()
+        else:
+            self._count_starvation()
 
     def _to_producer(self, message: AnyMessage) -> None:
         if self._producer is None:

@@ -170,8 +170,8 @@ class Stats(Message, frozen=True):
         decode_tokens: answer tokens made.
         busy_s: seconds with at least one request running.
         running: requests inside vLLM now.
-        starved_s: seconds in which work was waiting and no arena block was free (the trainer is the slower side);
-            the hub's, since its start.
+        starved_s: seconds in which vLLM could have run more requests, and those that waited found no room in the arena
+            (the trainer is the slower side); the hub's, since its start.
         free_blocks: arena blocks free now; the hub's.
         restarts: how often the producer was started again; the hub's.
     """

@@ -31,7 +31,7 @@ class Bench:
     ):
         self.arena = Arena.create(num_blocks * BLOCK_TOKENS, BLOCK_TOKENS, 2, 4, "float32")
         listen = tmp_path / "hub" if world_size > 1 else None
-        self.hub = Hub(num_blocks, BLOCK_TOKENS, world_size, listen)
+        self.hub = Hub(num_blocks, BLOCK_TOKENS, world_size, listen, max_running=256)
         self.hub.start()
         self.handle = QueueHandle(
             self.arena.path,

@@ -50,8 +50,9 @@ def test_a_file_that_breaks_behind_vllm_is_dropped_counted_and_made_by_the_next_
     online = fit(make_data())
     data, module = make_data(CountedDisk), Breaks()
     fit(data, module=module)
-    assert data.last.dropped["bad_record"] == 1
-    assert module.broken.name in data.last.dropped_names["bad_record"][0]
+    # More than once where the next epoch, which is read ahead and not trained on, has come to it as well.
+    assert data.last.dropped["bad_record"] == len(data.last.dropped_names["bad_record"]) <= 2
+    assert all(module.broken.name in named for named in data.last.dropped_names["bad_record"])
     assert sum(len(b.sample_ids) for b in module.batches) == sum(len(b.sample_ids) for b in online.batches) - 1
     assert not module.broken.exists()
     assert same(online.batches, fit(make_data()).batches)

@@ -2,16 +2,17 @@
 
 import socket
 import struct
+import time
 from contextlib import closing
 
 import msgspec
 import pytest
-from queue_bench import bench, check_rows, request
+from queue_bench import BLOCK_TOKENS, bench, check_rows, request
 
 from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.stream import hub
 from eagle3_lightning.stream.channel import Channel
-from eagle3_lightning.stream.messages import Hello, Ready, Release
+from eagle3_lightning.stream.messages import Dropped, Hello, Ready, Release, Stats
 from eagle3_lightning.stream.queue import SampleQueue
 
 
@@ -95,3 +96,22 @@ def test_a_stranger_ends_the_run_with_its_words(tmp_path, words, reason):
             with pytest.raises(ProducerError, match=rf"a stranger came .* ranks 1 to 2 connect: .*{reason}"):
                 queue.get("train")
         assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize(("max_running", "starves"), [(2, False), (3, True)])
+def test_a_producer_that_is_full_does_not_starve(max_running, starves):
+    """Four blocks, two for each request: the third one waits for room."""
+    made = hub.Hub(4, BLOCK_TOKENS, 1, None, max_running)
+    made.serving = True
+    for i in range(3):
+        made._from_rank(request(i, BLOCK_TOKENS, BLOCK_TOKENS), 0)
+    time.sleep(0.02)
+    assert (made._summed(Stats()).starved_s > 0) is starves
+    time.sleep(0.02)
+    for submit in list(made._owed.values()):  # dropped: room for the third one, and nobody waits
+        made._from_producer(Dropped("train", submit.index, submit.name, "aborted", "", submit.serial))
+    before = made._summed(Stats()).starved_s
+    time.sleep(0.02)
+    assert made._summed(Stats()).starved_s == before
+    assert (before > 0.04) is starves
+    made.close()

@@ -45,7 +45,7 @@ class ToyExtractor:
     def __init__(self, capacity_tokens: int, world_size: int, directory: Path) -> None:
         self._arena = Arena.create(capacity_tokens, 4, NUM_LAYERS, HIDDEN, "float32")
         listen = directory / "hub" if world_size > 1 else None
-        self._hub = Hub(self._arena.layout.num_blocks, 4, world_size, listen)
+        self._hub = Hub(self._arena.layout.num_blocks, 4, world_size, listen, max_running=256)
         self.handle = QueueHandle(self._arena.path, self._arena.layout, str(listen) if listen else None, 16, 20.0, 0.5)
         self._queue: SampleQueue | None = None
         self._closed = False
