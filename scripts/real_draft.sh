@@ -6,6 +6,7 @@
 #                                                the whole run of ours took (its start-up and generation counted for it)
 #   scripts/real_draft.sh bench ours|peer EVAL.jsonl ...   either draft in vLLM, 5 tokens, temperature 0
 #   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
+#   scripts/real_draft.sh table                            what the stages above have left, as Markdown
 #
 # OUT (runs/smollm2_real), SAMPLES (.cache/samples/smollm2_real) and TARGET (.cache/target/smollm2-135m) can be set.
 set -euo pipefail
@@ -34,13 +35,31 @@ with safe_open(sys.argv[1], "numpy") as tensors:
     for name in ("d2t", "t2d"):
         np.save(f"{sys.argv[2]}/{name}.npy", tensors.get_tensor(name))
 PYTHON
-    # Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted.
-    # On SIGTERM it saves and ends; its schedule wants to know in how many steps (PEER_STEPS).
-    timeout --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train --speculator-type eagle3 \
+    # Its schedule wants to know in how many steps it ends. Compiled code is kept from the trial.
+    train_peer 150 peer_trial --log-freq 10 | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/trial.log"
+    local steps
+    steps=$("$python" - "$out/trial.log" "$seconds" <<'PYTHON'
+import re
+import sys
+seen = [(int(m[1]), int(m[2])) for m in re.finditer(r"^(\d+) .*?'?global_step'?\W+(\d+)", open(sys.argv[1]).read(), re.M)]
+(start_s, first), (end_s, last) = seen[len(seen) // 2], seen[-1]
+print(int((last - first) / (end_s - start_s) * int(sys.argv[2])))
+PYTHON
+    )
+    echo "peer: $steps steps are expected of $seconds s"
+    train_peer "$seconds" peer --log-freq 100 --scheduler-total-steps "$steps"
+}
+
+# Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted. On
+# SIGTERM it saves and ends.
+train_peer() {
+    local seconds=$1 where=$2
+    shift 2
+    COLUMNS=400 timeout --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train --speculator-type eagle3 \
         --verifier-name-or-path "$(realpath "$target")" --data-path "$samples/train" --on-missing skip \
         --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" --t2d-path "$out/t2d.npy" \
-        --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 --log-freq 100 --save-path "$out/peer" \
-        ${PEER_STEPS:+--scheduler-total-steps "$PEER_STEPS"} ${PEER_ARGS:-} || [ $? -eq 124 ]
+        --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 --save-path "$out/$where" "$@" \
+        ${PEER_ARGS:-} 2>&1 || [ $? -eq 124 ]
 }
 
 bench() {
@@ -63,6 +82,52 @@ simulate() {
     for job in "${jobs[@]}"; do wait "$job"; done
 }
 
-command=${1:?ours, peer, bench or simulate}
+table() {
+    "$python" - "$out" <<'PYTHON'
+import csv
+import json
+import sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+sides = {side: json.loads((out / f"bench_{side}.json").read_text()) for side in ("ours", "peer")}
+figures = {
+    (side, Path(f["prompts"]).stem, f["concurrency"]): f for side, report in sides.items() for f in report["figures"]
+}
+sets = sorted({name for _, name, _ in figures})
+most = max(concurrency for _, _, concurrency in figures)
+
+
+def simulated(name):
+    (file,) = (out / "simulated" / name).glob("validation/logs/version_*/metrics.csv")
+    return next(float(row["val/tau"]) for row in csv.DictReader(file.open()) if row.get("val/tau"))
+
+
+print("| prompts | ours, served | 95 % | simulated | served / simulated | speculators | ours / speculators | accepted at 1 to 5 |")
+print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+lengths = []
+for name in sets:
+    ours, peer, tau = figures["ours", name, most], figures["peer", name, most], simulated(name)
+    lengths.append((ours["acceptance_length"], tau, peer["acceptance_length"]))
+    low, high = ours["acceptance_length_ci95"]
+    served, tau, other = lengths[-1]
+    positions = " ".join(f"{share:.2f}" for share in ours["acceptance_per_position"])
+    print(f"| {name} | {served:.3f} | {low:.2f} to {high:.2f} | {tau:.3f} | {served / tau:.3f} | {other:.3f} "
+          f"| {served / other:.3f} | {positions} |")
+served, tau, other = (sum(column) / len(column) for column in zip(*lengths))
+print(f"| mean | {served:.3f} | | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {served / other:.3f} | |")
+print("\n| prompts | requests at once | tokens/s with the draft | without | speed-up | identical outputs | real differences |")
+print("| --- | --- | --- | --- | --- | --- | --- |")
+for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (item[0][2], item[0][1])):
+    if side == "ours":
+        print(f"| {name} | {concurrency} | {f['tokens_per_s']:,.0f} | {f['plain_tokens_per_s']:,.0f} | {f['speedup']:.2f} "
+              f"| {f['identical']} of {f['num_prompts']} | {f['real_differences']} |")
+for side, report in sides.items():
+    print(f"\n{side}: {report['device']}, vLLM {report['vllm_version']}, {report['dtype']}, outputs of at most "
+          f"{report['max_new_tokens']} tokens, lossless: {report['lossless']}")
+PYTHON
+}
+
+command=${1:?ours, peer, bench, simulate or table}
 shift
 "$command" "$@"
