@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 import pytest
@@ -136,7 +137,7 @@ class Data(L.LightningDataModule):
         return DataLoader(self.stream, batch_size=None)
 
 
-def make_module(path: Path) -> Eagle3Module:
+def make_module(path: Path, optim: Literal["adamw", "muon"] = "adamw") -> Eagle3Module:
     from toy_target import make_target
 
     target = make_target(
@@ -152,7 +153,7 @@ def make_module(path: Path) -> Eagle3Module:
         TargetOptions(str(target)),
         DraftOptions(draft_vocab_size=128),
         LossOptions(ttt_steps=3),
-        OptimOptions(lr=1e-4, warmup_steps=0, schedule="constant"),
+        OptimOptions(name=optim, lr=1e-4, warmup_steps=0, schedule="constant"),
     )
 
 
@@ -208,8 +209,9 @@ def test_200_packings_compile_nothing_new_and_never_wait_for_the_gpu(tmp_path: P
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0  # torch.compile has no part in the step
 
 
-def test_nan_is_skipped_on_the_device_and_stops_the_run(tmp_path: Path) -> None:
-    module = make_module(tmp_path)
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_nan_is_skipped_on_the_device_and_stops_the_run(tmp_path: Path, optim: Literal["adamw", "muon"]) -> None:
+    module = make_module(tmp_path, optim)
     data = Data(module.draft.config, 6)
     weights: list[torch.Tensor] = []
 
