@@ -78,7 +78,7 @@ class StoredSample:
             stream: for which it is read.
             index: of the sample in the stream.
             norm: of the target.
-            dtype: of the rows, where the file holds fp8.
+            dtype: of the rows that are read, whatever the file holds.
 
         Raises:
             SampleFileError: missing, cut short, or without one of the tensors.
@@ -185,7 +185,11 @@ def _decode(
     has_last = chosen[-1] == states.shape[1] - 1
     if scales is None:
         num_plain = len(chosen) - has_last
-        copy_bits(states[:, layers][:, :num_plain], out[:, :num_plain])
+        plain, dest = states[:, layers][:, :num_plain], out[:, :num_plain]
+        if plain.dtype == dest.dtype:
+            copy_bits(plain, dest)
+        else:  # states made elsewhere, in another precision than this run's
+            dest.copy_(plain)
         if not has_last:
             return
     for here in _chunks(len(out), states.shape[2] * (1 if scales is None else len(chosen))):

@@ -116,6 +116,7 @@ def empty_batch(num_slots: int, num_aux: int, hidden_size: int, dtype: torch.dty
 
 def copy_bits(source: Tensor, dest: Tensor) -> None:
     """Copy between tensors of one dtype on the CPU, in this thread alone: torch would wake all of its own for it."""
+    assert source.dtype == dest.dtype, f"the bits of {source.dtype} mean something else in {dest.dtype}"
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dest.itemsize]
     np.copyto(dest.view(kind).numpy(), source.view(kind).numpy())
 
