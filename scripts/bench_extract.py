@@ -18,6 +18,7 @@ time; no figure of such a run compares with those of others.
 
 import argparse
 import cProfile
+import itertools
 import json
 import os
 import pstats
@@ -78,14 +79,17 @@ def write_config(shape: str, directory: Path) -> int:
 class Bench:
     """One engine and the requests that it is timed with."""
 
-    def __init__(self, variant: str, shape: str, directory: Path) -> None:
-        """Start the engine of a variant: `plain`, `aux` (states asked for, not captured), `tap`, `native`."""
+    def __init__(self, variant: str, shape: str, directory: Path, files: Path) -> None:
+        """Start the engine of a variant: `plain`, `aux` (states asked for, not captured), `tap`, `native`.
+
+        `files` is an empty directory in memory, where `native` writes its states.
+        """
         from eagle3_lightning.extract.engine import EngineSettings, VllmEngine, prepare_environment
         from eagle3_lightning.layers import default_aux_layers
 
         num_layers = write_config(shape, directory)
         self.vocab_size = SHAPES[shape]["vocab_size"]
-        self.variant = variant
+        self.variant, self.files = variant, files
         aux = default_aux_layers(num_layers)
         settings = EngineSettings(
             model_path=str(directory),
@@ -132,7 +136,6 @@ class Bench:
                 "num_speculative_tokens": 1,
                 "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
             }
-            self.files = Path(tempfile.mkdtemp(dir="/dev/shm"))
             more["kv_transfer_config"] = {
                 "kv_connector": "ExampleHiddenStatesConnector",
                 "kv_role": "kv_producer",
@@ -187,9 +190,8 @@ class Bench:
         for number, blocks in blocks_of.items():
             self._check(int(number) + seed * 1000 + 1, blocks, prompts[int(number)])
             self.pool.give(blocks)
-        if self.variant == "native":
-            for file in self.files.iterdir():
-                file.unlink()
+        for file in self.files.iterdir():
+            file.unlink()
         return seconds
 
     def _check(self, serial: int, blocks: list[int], prompt: list[int]) -> None:
@@ -210,28 +212,26 @@ def write_profile(bench: Bench, load: str, seed: int, file: Path) -> None:
 
 def measure(variant: str, shape: str, load: str, passes: int, profile: Path | None) -> Iterator[dict[str, Any]]:
     """Start one variant and time each load, after a warm-up."""
-    with tempfile.TemporaryDirectory() as directory:
+    seeds = itertools.count(1)
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as files:
         started_s = time.perf_counter()
-        bench = Bench(variant, shape, Path(directory))
+        bench = Bench(variant, shape, Path(directory), Path(files))
         yield {"variant": variant, "start_s": round(time.perf_counter() - started_s, 1)}
-        bench.run(16, 128, 4, seed=1)
-        seed = 1
+        bench.run(16, 128, 4, next(seeds))
         for name, (num_prompts, prompt_tokens, answer_tokens) in LOADS[load].items():
             for _ in range(passes):
-                seed += 1
-                seconds = bench.run(num_prompts, prompt_tokens, answer_tokens, seed)
+                seconds = bench.run(num_prompts, prompt_tokens, answer_tokens, next(seeds))
                 num_tokens = num_prompts * (prompt_tokens if name == "prefill" else answer_tokens)
                 yield {"variant": variant, "load": name, "tokens_per_s": round(num_tokens / seconds, 1)}
         if profile is not None:
-            write_profile(bench, load, seed + 1, profile.with_name(f"{profile.stem}-{variant}{profile.suffix}"))
+            write_profile(bench, load, next(seeds), profile.with_name(f"{profile.stem}-{variant}{profile.suffix}"))
         config = bench.engine.vllm_config.cache_config
         yield {"variant": variant, "num_kv_blocks": config.num_gpu_blocks, "kv_block_tokens": config.block_size}
         num_prompts, prompt_tokens, answer_tokens = LOADS[load]["prefill"]
         for _ in sys.stdin:  # a line for each turn
             started_s = time.time()
             for _ in range(SHARED_PASSES):
-                seed += 1
-                bench.run(num_prompts, prompt_tokens, answer_tokens, seed)
+                bench.run(num_prompts, prompt_tokens, answer_tokens, next(seeds))
             yield {"variant": variant, "turn_s": [started_s, time.time()]}
         bench.engine.engine_core.shutdown()
 
@@ -325,12 +325,8 @@ def share_gpu(options: argparse.Namespace, producer: Child, environment: dict[st
     turns = [child.turn() for child in (producer, trainer)]
     trainer.end()
     together = max(end for _, end in turns) - min(begin for begin, _ in turns)
-    return {
-        "producer_s": seconds[0],
-        "trainer_s": seconds[1],
-        "together_s": together,
-        "of_ideal": sum(seconds) / together,
-    }
+    ideal = sum(seconds) / together
+    return {"producer_s": seconds[0], "trainer_s": seconds[1], "together_s": together, "of_ideal": ideal}
 
 
 def table(results: list[dict[str, Any]], variants: list[str]) -> str:
@@ -341,8 +337,7 @@ def table(results: list[dict[str, Any]], variants: list[str]) -> str:
             v: [r["tokens_per_s"] for r in results if r["variant"] == v and r.get("load") == load] for v in variants
         }
         for variant in variants:
-            figures = best[variant]
-            if not figures:
+            if not (figures := best[variant]):
                 lines.append(f"| {variant} | {load} | failed | |")
                 continue
             share = f"{max(figures) / max(best['plain']):.1%}" if best.get("plain") else ""
