@@ -301,12 +301,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         """Refuse senseless numbers."""
         check_numbers(
-            "data.sampling",
-            self,
-            max_new_tokens=COUNT,
-            temperature=NOT_NEGATIVE,
-            top_p=POSITIVE_SHARE,
-            top_k=Range(-1),
+            "data.sampling", self, max_new_tokens=COUNT, temperature=NOT_NEGATIVE, top_p=POSITIVE_SHARE, top_k=Range(-1)
         )
 
 
