@@ -233,6 +233,7 @@ class Hub:
         # Ready would be sent once more, under another serial, behind it.
         self._producer, self.serving, self._restarts, self._last_words = channel, False, restarts, None
         self._made_before = self._made
+        self._count_starvation()
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, None))
 
     def _read(self, channel: Channel, rank: int | None) -> None:
@@ -254,6 +255,7 @@ class Hub:
             if channel is not self._producer:
                 return
             self._producer, self.serving = None, False
+            self._count_starvation()
             if self.failure is None and not self._closing:
                 self.on_producer_lost(self._last_words or "")
         else:
@@ -334,7 +336,8 @@ class Hub:
         self._count_starvation()
 
     def _count_starvation(self) -> None:
-        is_starved = bool(self._backlog) and self._has_no_room and len(self._owed) < self._max_running
+        could_run_more = self.serving and len(self._owed) < self._max_running
+        is_starved = bool(self._backlog) and self._has_no_room and could_run_more
         if is_starved and self._starved_since is None:
             self._starved_since = time.monotonic()
         elif not is_starved and self._starved_since is not None:
@@ -359,10 +362,7 @@ class Hub:
         self._pool.give(surplus)
         self._held[sample.serial] = _Held(kept, set(range(self._world_size)))
         self._broadcast(msgspec.structs.replace(sample, blocks=kept))
-        if surplus:
-            self._admit()
-        else:
-            self._count_starvation()
+        self._admit()
 
     def _to_producer(self, message: AnyMessage) -> None:
         if self._producer is None:

@@ -115,3 +115,25 @@ def test_a_producer_that_is_full_does_not_starve(max_running, starves):
     assert made._summed(Stats()).starved_s == before
     assert (before > 0.04) is starves
     made.close()
+
+
+def test_a_producer_that_is_gone_does_not_starve():
+    """Until the next one serves, nothing could run, room or not."""
+    ours, theirs = socket.socketpair()
+    made = hub.Hub(4, BLOCK_TOKENS, 1, None, 3)
+    made.on_producer_lost = lambda words: None
+    made._producer, made.serving = (channel := Channel(ours)), True
+    for i in range(3):
+        made._from_rank(request(i, BLOCK_TOKENS, BLOCK_TOKENS), 0)
+    time.sleep(0.02)
+    made._lost(channel, None, "killed")
+    before = made._summed(Stats()).starved_s
+    assert before > 0
+    time.sleep(0.02)
+    assert made._summed(Stats()).starved_s == before
+    made._from_producer(Ready("0.0", "toy", 2, 4, "float32", 1, []))
+    time.sleep(0.02)
+    assert made._summed(Stats()).starved_s > before
+    made.close()
+    channel.close()
+    theirs.close()
