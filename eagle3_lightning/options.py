@@ -184,7 +184,8 @@ class SourceOptions:
     layer_convention: Convention | None = None
 
     def __post_init__(self) -> None:
-        """Refuse weights that are not positive."""
+        """Refuse weights that are not positive, and null."""
+        refuse_null("data.prompts.train", self)
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ConfigError(
                 "data.prompts.train.weight", self.weight, "a share must be positive and finite", "Leave the source out."

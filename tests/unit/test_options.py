@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eagle3_lightning.options import (
     PromptOptions,
     QueueOptions,
     SamplingOptions,
+    SourceOptions,
     SynthesisOptions,
     TargetOptions,
 )
@@ -115,6 +117,7 @@ def test_the_edges_are_taken(made: Any, name: str, value: Any) -> None:
         (SamplingOptions, "data.sampling.mode"),
         (EngineOptions, "data.engine.enforce_eager"),
         (TargetOptions, "target.path"),
+        (partial(SourceOptions, "prompts.jsonl"), "data.prompts.train.fields"),
     ],
 )
 def test_null_is_refused_where_it_means_nothing(made: Any, option: str) -> None:
