@@ -91,6 +91,7 @@ class Extractor:
         os.rmdir(_make_private_dir(queue.socket_dir))  # it can be made
         self._queue: SampleQueue | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended_group: int | None = None
         self._monitor: threading.Thread | None = None
         self._opened = ExitStack()  # what `start` has made, to be undone by `close`
         self._lost = threading.Event()
@@ -221,6 +222,7 @@ class Extractor:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the trainer's to handle, and the group can be killed as one
             )
+        self._ended_group = None
         self._lost.clear()
         self._lost_reason = ""
         self._started_s = time.monotonic()
@@ -282,8 +284,11 @@ class Extractor:
 
     def _end_group(self) -> None:
         """Leave no process of the producer's group: first politely, then not."""
-        assert self._process is not None
-        group = self._process.pid
+        process = self._process
+        assert process is not None
+        group = process.pid
+        if group == self._ended_group:  # its number may be another's by now: a run goes on for hours without vLLM
+            return
         unlink_shared_memory(group, self._private_dir)  # while it is seen who has it
         kill_group(group, signal.SIGTERM)
         if wait_group(group, TERM_TIMEOUT_S):
@@ -292,7 +297,8 @@ class Extractor:
         if left := wait_group(group, KILL_TIMEOUT_S):
             log.error("processes %s of the producer do not end", left)
         unlink_shared_memory(group, self._private_dir)  # of workers that were just starting
-        self._process.poll()
+        process.poll()
+        self._ended_group = None if left else group
 
     def _log_tail(self) -> str:
         with self.log_path.open("rb") as log_file:

@@ -147,6 +147,17 @@ def test_an_end_of_vllm_alone_behind_the_end_of_all_does_nothing(make, order):
     assert order == ["hub", "arena"]
 
 
+def test_a_group_that_is_gone_is_left_alone(make, monkeypatch):
+    """The run goes on from the disk; at its end, the number of vLLM's group may be that of somebody else."""
+    extractor = make()
+    extractor.end_producer()
+    assert group_members(extractor.pid) == []
+    signalled = []
+    monkeypatch.setattr(supervisor, "kill_group", lambda group, sign: signalled.append(group))
+    extractor.close()
+    assert signalled == []
+
+
 def num_started(caplog):
     return sum(message.startswith("vLLM starts as process") for message in caplog.messages)
 
