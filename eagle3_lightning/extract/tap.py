@@ -320,7 +320,7 @@ class _DeviceCopier:
         return stage
 
     def _write(self) -> None:
-        torch.set_num_threads(1)  # of this thread alone: others would spin for work beside vLLM's
+        torch.set_num_threads(1)  # others would spin for work beside vLLM's; threads that have used torch keep theirs
         following = None
         while True:
             stage, writer, step, num_rows = following or self._full.get()
