@@ -183,7 +183,7 @@ class Arena:
             block, offset = divmod(start + done, size)
             count = min(size - offset, num_rows - done)
             first = blocks[block] * size + offset
-            out[done : done + count].copy_(self.rows[first : first + count, layers])
+            copy_bits(self.rows[first : first + count, layers], out[done : done + count])
             done += count
 
     def read(self, blocks: Sequence[int], num_rows: int) -> Float[Tensor, "S L H"]:
@@ -231,6 +231,13 @@ class BlockPool:
         assert self._taken.issuperset(blocks), f"blocks {sorted(set(blocks) - self._taken)} were given back twice"
         self._taken.difference_update(blocks)
         self._free.extend(blocks)
+
+
+def copy_bits(source: Tensor, dest: Tensor) -> None:
+    """Copy between tensors of one dtype on the CPU, in this thread alone: torch would wake all of its own for it."""
+    assert source.dtype == dest.dtype, f"the bits of {source.dtype} mean something else in {dest.dtype}"
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dest.itemsize]
+    np.copyto(dest.view(kind).numpy(), source.view(kind).numpy())
 
 
 def available_memory_bytes() -> int:

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3_lightning.errors import SampleError
+from eagle3_lightning.stream.arena import copy_bits
 from eagle3_lightning.stream.messages import Stream
-from eagle3_lightning.stream.packer import copy_bits, supervised
+from eagle3_lightning.stream.packer import supervised
 from eagle3_lightning.stream.sample import FinishedSample
 
 _FP8 = torch.float8_e4m3fn

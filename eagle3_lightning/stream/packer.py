@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,13 +111,6 @@ def empty_batch(num_slots: int, num_aux: int, hidden_size: int, dtype: torch.dty
         pos=torch.zeros(num_slots, dtype=torch.int64),
         sample_ids=[],
     )
-
-
-def copy_bits(source: Tensor, dest: Tensor) -> None:
-    """Copy between tensors of one dtype on the CPU, in this thread alone: torch would wake all of its own for it."""
-    assert source.dtype == dest.dtype, f"the bits of {source.dtype} mean something else in {dest.dtype}"
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dest.itemsize]
-    np.copyto(dest.view(kind).numpy(), source.view(kind).numpy())
 
 
 def supervised(spans: Sequence[tuple[int, int]], num_rows: int) -> Tensor:

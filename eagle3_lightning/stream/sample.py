@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle3_lightning.stream.arena import Arena
+from eagle3_lightning.stream.arena import Arena, copy_bits
 from eagle3_lightning.stream.messages import DropReason, Sample, Stream
 
 
@@ -96,7 +96,7 @@ class FinishedSample:
         """Copy the states of tokens start .. start + S - 1, only `layers` of them, straight into `out`."""
         with self._lock:
             if self._private is not None:
-                out.copy_(self._private[start : start + out.shape[0], layers])
+                copy_bits(self._private[start : start + out.shape[0], layers], out)
             else:
                 self._arena.copy_rows(self._owned_blocks(), start, layers, out)
 

@@ -1,5 +1,6 @@
 """Packing: the shift, the mask, the padding, and that the plan depends on lengths alone."""
 
+import os
 import random
 
 import pytest
@@ -120,3 +121,20 @@ def test_a_spilled_sample_reads_as_before(arena):
     assert torch.equal(batch.features, before[:-1, :A]) and torch.equal(batch.teacher, before[1:, A])
     sample.release()
     assert released == [1]
+
+
+def test_a_reader_copies_alone():
+    """torch would start as many threads as there are cores for each reader, beside vLLM and the trainer."""
+    made = Arena.create(capacity_tokens=1024, block_tokens=64, num_layers=A + 1, hidden_size=1024, dtype="bfloat16")
+    samples = [make_sample(made, i, 100, 28, first_block=2 * i) for i in range(8)]
+    packer, threads = Packer(1024, False, A), torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        packer.assemble(samples[:1])  # the first reader's thread
+        torch.zeros(1 << 20).add_(1)  # and those that torch starts for this one
+        before = len(os.listdir("/proc/self/task"))
+        packer.assemble(samples[1:])
+        assert len(os.listdir("/proc/self/task")) - before < 4
+    finally:
+        torch.set_num_threads(threads)
+        made.close()
