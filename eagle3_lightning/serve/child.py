@@ -69,8 +69,9 @@ def run_engine(
                 raise ProducerError(f"the engine ({label}) died with exit code {code}.{log_tail(log_file)}")
             return msgspec.json.decode(result_file.read_bytes(), type=EngineResult)
         finally:
+            unlink_shared_memory(process.pid, Path(private))  # while it is seen who has it
             stop(process)
-            unlink_shared_memory(process.pid, Path(private))  # of an engine that did not get as far as that
+            unlink_shared_memory(process.pid, Path(private))  # of workers that were just starting
 
 
 def _environment(private: str) -> dict[str, str]:
