@@ -18,8 +18,6 @@ from eagle3_lightning.serve.table import as_text
 from eagle3_lightning.summary import served_figures, update_summary
 
 NOT_LOSSLESS = 1
-
-
 _RUN_NAMES = re.compile(r"\bdata\.(?=engine\.)")  # the option of a fit that is --engine.… here
 
 
