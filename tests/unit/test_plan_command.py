@@ -248,7 +248,7 @@ def test_ranks_of_a_cpu_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: sizes[1][name] / size for name, size in sizes[0].items() if sizes[1][name] != size} == dict.fromkeys(
         [
             "draft: masters and gradients",
-            "draft: adamw",
+            "draft: muon",
             "draft: weights cast for a step",
             "target's embeddings and lm_head rows, frozen",
             "batch: states of two",
