@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from eagle3_lightning.draft.muon import Muon
 from eagle3_lightning.errors import ConfigError, SampleError
 from eagle3_lightning.options import OptimOptions
 
@@ -20,9 +21,6 @@ def build_optimizer(options: OptimOptions, module: nn.Module) -> Optimizer:
     Args:
         options: see `OptimOptions`.
         module: its parameters are the float32 masters.
-
-    Raises:
-        ConfigError: Muon on a torch that has none.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
@@ -46,24 +44,15 @@ def _adamw(groups: list[tuple[list[nn.Parameter], float]], options: OptimOptions
 
 
 class MuonWithAdamW(Optimizer):
-    """torch's Muon for the matrices and AdamW for the vectors, as one optimizer with one schedule.
+    """Muon for the matrices and AdamW for the vectors, as one optimizer with one schedule.
 
     Muon's update is scaled to AdamW's root mean square, so that one learning rate serves both.
     """
 
     def __init__(self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], options: OptimOptions) -> None:
         """See `build_optimizer`."""
-        if not hasattr(torch.optim, "Muon"):
-            raise ConfigError(
-                "model.optim.name",
-                "muon",
-                f"torch {torch.__version__} has no Muon",
-                "Use torch 2.9 or newer, or adamw.",
-            )
         self.parts = [
-            torch.optim.Muon(
-                matrices, lr=options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
+            Muon(matrices, options.lr, options.weight_decay),
             _adamw([(vectors, 0.0)], options),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})

@@ -126,7 +126,7 @@ class OptimOptions:
     """The optimizer and its schedule. Gradient clipping and accumulation are the Trainer's own options.
 
     Attributes:
-        name: `adamw`, or `muon` (torch's own, for the matrices; AdamW for the rest).
+        name: `adamw`, or `muon` (for the matrices; AdamW for the rest).
         lr: peak learning rate.
         weight_decay: decoupled weight decay on matrices.
         betas: AdamW's moments.
