@@ -272,6 +272,6 @@ def test_a_cpu_does_both_and_has_rates_of_its_own(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "the CPU does both" in text
     assert "GPU" not in text
-    assert "minutes for 0.3 million tokens" in text
+    assert "minutes for 0.2 million tokens" in text
     plan = planned(capsys, quickstart(*rates))
     assert (plan["shared_gpu"], plan["on_cpu"]) == (False, True)
