@@ -1,7 +1,6 @@
 """Muon (Jordan et al. 2024) as torch has it, with products that the device is fast at.
 
-torch's Muon multiplies in bfloat16 wherever it runs. A CPU without instructions for it takes seconds for a matrix that
-float32 does in a tenth of one.
+torch's Muon multiplies in bfloat16 wherever it runs, which a CPU without instructions for it has to emulate.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ _MOMENTUM = 0.95
 class Muon(Optimizer):
     """For matrices alone. The update has AdamW's root mean square (`match_rms_adamw` in torch), decay is decoupled.
 
-    Its checkpoints are torch's own.
+    What torch's has saved, it loads.
     """
 
     def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float) -> None:

@@ -36,7 +36,7 @@ class StepRows:
     num_tokens: IntArray
 
 
-_SERIAL, _FIRST_BLOCK, _LIMIT, _PROMPT_TOKENS = range(4)  # columns of `requests`
+_LIMIT, _PROMPT_TOKENS = 2, 3  # columns of `requests`
 
 
 class RowWriter:

@@ -32,6 +32,7 @@ from eagle3_lightning.stream.sample import FinishedSample
 _FP8 = torch.float8_e4m3fn
 _LAST_AMPLITUDE = 32.0  # fp8 has one scale for all layers of a token: bring the last to where the others are
 _INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_EXACT = ("last_normed", "last_correction")  # one of them is in a file of ours that is not fp8
 _CHUNK_VALUES = 32_000  # stays in the caches, and below where torch wakes its other threads for an operation
 _BYTES = np.arange(256, dtype=np.uint32)
 _FOUR_STEPS = (_BYTES & 3) | (_BYTES & 12) << 6 | (_BYTES & 48) << 12 | (_BYTES & 192) << 18  # a byte: four of two bits
@@ -193,13 +194,13 @@ def _decode(
             dest.copy_(plain)
         if not has_last:
             return
+    exact = {name: tensors[name][start:end] for name in _EXACT if name in tensors}
     for here in _chunks(len(out), states.shape[2] * (1 if scales is None else len(chosen))):
         if scales is not None:
             out[here] = states[here, layers].float() * scales[here].float()
         if has_last:
             last = states[here, -1] if scales is None else out[here, -1]
-            rows = slice(start + here.start, start + here.stop)
-            out[here, -1] = _normed({name: tensor[rows] for name, tensor in tensors.items()}, last, norm)
+            out[here, -1] = _normed({name: tensor[here] for name, tensor in exact.items()}, last, norm)
 
 
 def _normed(exact: dict[str, Tensor], last: Float[Tensor, "S H"], norm: FinalNorm) -> Float[Tensor, "S H"]:

@@ -33,6 +33,15 @@ def test_in_bfloat16_it_is_torchs_to_the_last_bit(monkeypatch):
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(optimizer.state[a]["momentum_buffer"], other.state[b]["momentum_buffer"])
+    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
+    resumed = Muon([nn.Parameter(p.detach().clone()) for p in theirs], 0.5, 0.5)
+    resumed.load_state_dict(other.state_dict())
+    for optimizer_, matrices in ((resumed, resumed.param_groups[0]["params"]), (other, theirs)):
+        for p in matrices:
+            p.grad = torch.ones_like(p).cumsum(0)
+        optimizer_.step()
+    for a, b in zip(resumed.param_groups[0]["params"], theirs, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_in_float32_it_is_the_same_up_to_bfloat16s_rounding(monkeypatch):
