@@ -1,5 +1,7 @@
 """Muon against torch's own, and in float32, where bfloat16 is slow."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -35,7 +37,7 @@ def test_in_bfloat16_it_is_torchs_to_the_last_bit(monkeypatch):
         assert torch.equal(optimizer.state[a]["momentum_buffer"], other.state[b]["momentum_buffer"])
     monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
     resumed = Muon([nn.Parameter(p.detach().clone()) for p in theirs], 0.5, 0.5)
-    resumed.load_state_dict(other.state_dict())
+    resumed.load_state_dict(deepcopy(other.state_dict()))
     for optimizer_, matrices in ((resumed, resumed.param_groups[0]["params"]), (other, theirs)):
         for p in matrices:
             p.grad = torch.ones_like(p).cumsum(0)
