@@ -96,7 +96,6 @@ class Bench:
             dtype="bfloat16",
             aux_layers=aux,
             num_layers=num_layers,
-            stop_token_ids=(),
             max_model_len=4096,
             max_num_seqs=256,
             max_num_batched_tokens=8192,

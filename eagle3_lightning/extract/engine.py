@@ -14,7 +14,7 @@ from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.watchdog import ChildGuard
 from eagle3_lightning.options import EngineOptions, QueueOptions
 from eagle3_lightning.stream.arena import ArenaLayout
-from eagle3_lightning.stream.messages import Submit
+from eagle3_lightning.stream.messages import Sampling, Submit
 from eagle3_lightning.target import read_config
 
 CONFIG_KEY = "eagle3"  # of the tap, in additional_config and in a request's extra_args
@@ -83,7 +83,6 @@ class EngineSettings(msgspec.Struct, frozen=True):
         dtype: of weights and states, explicit.
         aux_layers: our ids of the auxiliary layers.
         num_layers: decoder layers N.
-        stop_token_ids: end an answer.
         max_model_len: prompt and answer.
         max_num_seqs: see EngineOptions.
         max_num_batched_tokens: see EngineOptions.
@@ -94,16 +93,13 @@ class EngineSettings(msgspec.Struct, frozen=True):
         cpu_threads: see EngineOptions.
         trust_remote_code: see TargetOptions.
         extra: see EngineOptions.
-        temperature: see SamplingOptions.
-        top_p: see SamplingOptions.
-        top_k: see SamplingOptions.
+        sampling: of requests that bring none of their own.
     """
 
     model_path: str
     dtype: str
     aux_layers: tuple[int, ...]
     num_layers: int
-    stop_token_ids: tuple[int, ...]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -114,9 +110,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     cpu_threads: int | None
     trust_remote_code: bool
     extra: dict[str, str | bool | int | float]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    sampling: Sampling = Sampling()
 
 
 def check_extra(extra: dict[str, Any]) -> None:
@@ -313,7 +307,7 @@ class VllmEngine:
         self._add(request, {"logprobs": 0, "prompt_logprobs": 0})
 
     def _add(self, request: Submit, logprobs: dict[str, int]) -> None:
-        settings = self.settings
+        settings, asked = self.settings, request.sampling or self.settings.sampling
         room = settings.max_model_len - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
@@ -321,12 +315,12 @@ class VllmEngine:
             )
         sampling = self._sampling_class(
             max_tokens=min(max(request.max_new_tokens, 1), room),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
             # Seeded sampling kills vLLM 0.32 on the CPU ("CPU Generator does not use offset").
-            seed=request.seed if settings.temperature > 0 and not self.on_cpu else None,
-            stop_token_ids=list(settings.stop_token_ids),
+            seed=request.seed if asked.temperature > 0 and not self.on_cpu else None,
+            stop_token_ids=list(asked.stop_token_ids),
             detokenize=False,
             output_kind=self._final_only,
             extra_args={

@@ -229,7 +229,7 @@ def _start_vllm(spec: ProducerSpec, channel: Channel) -> tuple[Engine, Arena, Re
         ) from error
     unlink_shared_memory(os.getpgid(0), Path(spec.private_dir))
     notes = SelfCheck(engine, inspect_target(TargetOptions(spec.engine.model_path))).run()
-    if engine.on_cpu and spec.engine.temperature > 0:
+    if engine.on_cpu and spec.engine.sampling.temperature > 0:
         notes.append("vLLM on the CPU cannot sample with per-request seeds: answers differ from run to run")
     arena = Arena.open(spec.arena_path, spec.arena_layout)
     engine.attach(spec.arena_path, spec.arena_layout)

@@ -26,7 +26,7 @@ from eagle3_lightning.layers import LayerPlan
 from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions
 from eagle3_lightning.stream.arena import Arena
 from eagle3_lightning.stream.hub import Hub
-from eagle3_lightning.stream.messages import Ready
+from eagle3_lightning.stream.messages import Ready, Sampling
 from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
 from eagle3_lightning.target import TargetInfo
 
@@ -316,7 +316,6 @@ def _engine_settings(
         dtype=target_info.dtype if engine.dtype == "auto" else engine.dtype,
         aux_layers=plan.aux,
         num_layers=target_info.num_layers,
-        stop_token_ids=target_info.eos_token_ids,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -327,9 +326,7 @@ def _engine_settings(
         cpu_threads=engine.cpu_threads,
         trust_remote_code=trust_remote_code,
         extra=engine.extra,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        sampling=Sampling(target_info.eos_token_ids, sampling.temperature, sampling.top_p, sampling.top_k),
     )
 
 

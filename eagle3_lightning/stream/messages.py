@@ -3,14 +3,16 @@
 The hub (hub.py, a thread of the trainer's rank 0) stands in the middle: rank 0 submits, the hub reserves arena blocks
 and passes the request to the producer, and what the producer answers goes to every rank. Frames on the private Unix
 sockets are a 4-byte big-endian length and a msgpack body (channel.py). Indices count samples of one stream from 0; a
-stream is `train` or `val`. A serial is the hub's own number for one reservation of blocks, never used twice.
+stream is `train`, `val` or `self`, the prompts that the target writes: rank 0 alone reads those, and the other ranks,
+which may not have joined yet, hear nothing of them. A serial is the hub's own number for one reservation of blocks,
+never used twice.
 """
 
 from typing import Literal
 
 import msgspec
 
-Stream = Literal["train", "val"]
+Stream = Literal["train", "val", "self"]
 DropReason = Literal["bad_record", "too_long", "empty_mask", "non_finite", "row_mismatch", "token_mismatch", "aborted"]
 
 
@@ -37,6 +39,22 @@ class Begin(Message, frozen=True):
     start_index: int
 
 
+class Sampling(msgspec.Struct, frozen=True):
+    """How an answer is sampled, and what ends it.
+
+    Attributes:
+        stop_token_ids: end an answer.
+        temperature: see SamplingOptions.
+        top_p: see SamplingOptions.
+        top_k: see SamplingOptions.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
 class Submit(Message, frozen=True):
     """Rank 0 to the hub to the producer: make this sample. Answered by one `Sample` or `Dropped`, in any order.
 
@@ -47,6 +65,7 @@ class Submit(Message, frozen=True):
             this is empty.
         max_new_tokens: 0 is prefill only; otherwise the longest answer.
         seed: of the request's sampling, or None.
+        sampling: where it is not the engine's.
         serial: of the reservation; filled in by the hub.
         blocks: arena blocks for the prompt and the longest answer; filled in by the hub.
     """
@@ -58,6 +77,7 @@ class Submit(Message, frozen=True):
     spans: list[tuple[int, int]]
     max_new_tokens: int
     seed: int | None = None
+    sampling: Sampling | None = None
     serial: int = 0
     blocks: list[int] = []
 
@@ -70,7 +90,7 @@ class End(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """A rank to the hub: it needs the rows of this reservation no more. Blocks are free when every rank has said so."""
+    """A rank to the hub: it needs the rows of this reservation no more. Blocks are free when all who got it say so."""
 
     serial: int
 

@@ -98,7 +98,7 @@ def test_a_runner_without_states_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(engine_module.versions, "installed", lambda: ("vllm", "0.16.0"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     path = str(make_target(tmp_path / "target"))
-    settings = engine_module.EngineSettings(path, "bfloat16", (0,), 2, (), 8, 1, None, 1, 0.5, 1, True, None, False, {})
+    settings = engine_module.EngineSettings(path, "bfloat16", (0,), 2, 8, 1, None, 1, 0.5, 1, True, None, False, {})
     with pytest.raises(ConfigError, match=r"the V2 runner of vLLM 0.16.0 hands out no auxiliary states"):
         engine_module.prepare_environment(settings, 1, tmp_path)
 
