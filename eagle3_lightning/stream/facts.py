@@ -28,9 +28,20 @@ class QueueHandle(msgspec.Struct, frozen=True):
     max_dropped_share: float
 
 
+def since(before: Stats, now: Stats) -> Stats:
+    """What the producer has done between two reports of its counters; restarts are all of the run's."""
+    return msgspec.structs.replace(
+        now,
+        prefill_tokens=now.prefill_tokens - before.prefill_tokens,
+        decode_tokens=now.decode_tokens - before.decode_tokens,
+        busy_s=now.busy_s - before.busy_s,
+        starved_s=now.starved_s - before.starved_s,
+    )
+
+
 @dataclass(frozen=True)
 class QueueStats:
-    """Counters of one rank's queue.
+    """Counters of one rank's queue, without the stream `self` where that was read to its end by `forget`.
 
     Attributes:
         depth_samples: finished samples that wait for the trainer.

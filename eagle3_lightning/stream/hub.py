@@ -22,6 +22,7 @@ import msgspec
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.stream.arena import BlockPool
 from eagle3_lightning.stream.channel import Channel, ChannelClosed
+from eagle3_lightning.stream.counters import RunCounters
 from eagle3_lightning.stream.messages import (
     AnyMessage,
     Begin,
@@ -93,10 +94,7 @@ class Hub:
         self._history: list[AnyMessage] = []  # what a rank that connects late has missed
         self._serial = 0
         self._has_no_room = False  # for the request that is first in line
-        self._starved_since: float | None = None
-        self._starved_s = 0.0
-        self._restarts = 0
-        self._made = self._made_before = Stats()  # all producers of the run; those before this one
+        self._counters = RunCounters()
         self._last_words: str | None = None
         self._closing = False
         self._posted: deque[Callable[[], None]] = deque()
@@ -169,8 +167,11 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, _ in self._selector.select(self._hello_due_s()):
-                    key.data()
+                for key, events in self._selector.select(self._hello_due_s()):
+                    if events & selectors.EVENT_WRITE:
+                        self._flush(key)
+                    if events & selectors.EVENT_READ:
+                        key.data()
                 self._check_unnamed()
         except Exception as error:  # a fault of ours must end the run, not hang it
             log.exception("the hub of the sample queue failed")
@@ -225,16 +226,39 @@ class Hub:
         self._ranks[rank] = channel
         with suppress(ChannelClosed):  # a rank that left before it was let in; its end is read below
             for message in self._history:
-                channel.send(message)
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, rank))
+                channel.post(message)
+        self._register(channel, rank)
 
     def _add_producer(self, channel: Channel, restarts: int) -> None:
         # Not serving, even where the end of the one before has not been read yet: what is sent to a producer before its
         # Ready would be sent once more, under another serial, behind it.
-        self._producer, self.serving, self._restarts, self._last_words = channel, False, restarts, None
-        self._made_before = self._made
+        self._producer, self.serving, self._last_words = channel, False, None
+        self._counters.begin_producer(restarts)
         self._count_starvation()
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, None))
+        self._register(channel, None)
+
+    def _register(self, channel: Channel, rank: int | None) -> None:
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(channel, rank))
+        self._await_room(channel)
+
+    # The hub never waits for room in a socket: a side that does not read may be waiting for the hub to read, and all
+    # others would wait with the two. What has no room yet is kept; credits bound how much that can be.
+
+    def _send(self, channel: Channel, message: AnyMessage) -> None:
+        channel.post(message)
+        self._await_room(channel)
+
+    def _flush(self, key: selectors.SelectorKey) -> None:
+        assert isinstance(key.fileobj, Channel)
+        with suppress(ChannelClosed):  # its end is read as well, and handled there
+            key.fileobj.flush()
+            self._await_room(key.fileobj)
+
+    def _await_room(self, channel: Channel) -> None:
+        key = self._selector.get_key(channel)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.num_unsent_bytes else 0)
+        if events != key.events:
+            self._selector.modify(channel, events, key.data)
 
     def _read(self, channel: Channel, rank: int | None) -> None:
         try:
@@ -295,25 +319,11 @@ class Hub:
                     self._resubmit(submit)
                 self._admit()
             case Stats():
-                self._made = self._summed(message)
-                self._broadcast(self._made)
+                self._broadcast(self._counters.add(message, self._pool.num_free))
             case Failed(error=error):
                 self._last_words = error
             case _:
                 raise TypeError(f"the producer sent {message}")
-
-    def _summed(self, now: Stats) -> Stats:
-        """A producer's counters with those of the dead ones before it and the hub's own."""
-        waiting_s = time.monotonic() - self._starved_since if self._starved_since is not None else 0.0
-        return Stats(
-            prefill_tokens=self._made_before.prefill_tokens + now.prefill_tokens,
-            decode_tokens=self._made_before.decode_tokens + now.decode_tokens,
-            busy_s=self._made_before.busy_s + now.busy_s,
-            running=now.running,
-            starved_s=self._starved_s + waiting_s,
-            free_blocks=self._pool.num_free,
-            restarts=self._restarts,
-        )
 
     def _admit(self) -> None:
         """Reserve blocks for the requests in line, in order, as far as they go."""
@@ -337,12 +347,7 @@ class Hub:
 
     def _count_starvation(self) -> None:
         could_run_more = self.serving and len(self._owed) < self._max_running
-        is_starved = bool(self._backlog) and self._has_no_room and could_run_more
-        if is_starved and self._starved_since is None:
-            self._starved_since = time.monotonic()
-        elif not is_starved and self._starved_since is not None:
-            self._starved_s += time.monotonic() - self._starved_since
-            self._starved_since = None
+        self._counters.set_starved(bool(self._backlog) and self._has_no_room and could_run_more)
 
     def _submit(self, submit: Submit) -> None:
         self._serial += 1
@@ -360,7 +365,7 @@ class Hub:
         num_kept = -(-sample.num_rows // self._block_tokens)
         kept, surplus = reserved[:num_kept], reserved[num_kept:]
         self._pool.give(surplus)
-        self._held[sample.serial] = _Held(kept, set(range(self._world_size)))
+        self._held[sample.serial] = _Held(kept, {0} if sample.stream == "self" else set(range(self._world_size)))
         self._broadcast(msgspec.structs.replace(sample, blocks=kept))
         self._admit()
 
@@ -368,16 +373,19 @@ class Hub:
         if self._producer is None:
             return  # between two producers: what is owed goes to the next one
         with suppress(ChannelClosed):  # its end is read as well, and handled there
-            self._producer.send(message)
+            self._send(self._producer, message)
 
     def _broadcast(self, message: AnyMessage) -> None:
+        private = getattr(message, "stream", None) == "self"  # rank 0's alone
         if len(self._ranks) == self._world_size:
             self._history.clear()
-        elif not isinstance(message, Stats):  # the next ones will tell more
+        elif not private and not isinstance(message, Stats):  # the next ones will tell more
             self._history.append(message)
         for rank, channel in list(self._ranks.items()):
+            if private and rank != 0:
+                continue
             try:
-                channel.send(message)
+                self._send(channel, message)
             except ChannelClosed as error:
                 log.warning("rank %d of the trainer does not listen: %s", rank, error)
 

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 
 from eagle3_lightning.errors import ProducerError, SampleError
 from eagle3_lightning.stream.arena import Arena
 from eagle3_lightning.stream.channel import Channel, ChannelClosed
-from eagle3_lightning.stream.facts import QueueHandle, QueueStats
+from eagle3_lightning.stream.facts import QueueHandle, QueueStats, since
 from eagle3_lightning.stream.messages import (
     AnyMessage,
     Begin,
@@ -49,6 +50,19 @@ class _StreamState:
     ready: dict[int, FinishedSample | Dropped | Stored] = field(default_factory=dict)
 
 
+@dataclass
+class _Counters:
+    """See QueueStats; `before` is what the producer had done when they began."""
+
+    before: Stats = field(default_factory=Stats)
+    wait_s: float = 0.0
+    taken: int = 0
+    cut: int = 0
+    spilled: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+    names: dict[DropReason, list[str]] = field(default_factory=dict)
+
+
 class SampleQueue:
     """One per rank. `get` is for one thread per stream; a reader thread and, on rank 0, feeder threads do the rest."""
 
@@ -64,7 +78,7 @@ class SampleQueue:
         self._arena = arena
         self._handle = handle
         self._changed = threading.Condition()
-        self._streams: dict[Stream, _StreamState] = {"train": _StreamState(), "val": _StreamState()}
+        self._streams: dict[Stream, _StreamState] = {name: _StreamState() for name in get_args(Stream)}
         self._out: dict[int, FinishedSample] = {}  # delivered, blocks not given back yet
         self._ready: Ready | None = None
         self._starved: Starved | None = None
@@ -72,10 +86,7 @@ class SampleQueue:
         self._error: Exception | None = None
         self._last_progress_s = time.monotonic()
         self._producer = Stats()
-        self._wait_s = 0.0
-        self._taken = self._cut = self._spilled = 0
-        self._dropped: Counter[DropReason] = Counter()
-        self._dropped_names: dict[DropReason, list[str]] = {}
+        self._counted = _Counters()
         self._closed = False
         self._reader = threading.Thread(target=self._read, name="eagle3-queue", daemon=True)
         self._reader.start()
@@ -146,17 +157,14 @@ class SampleQueue:
         started_s = time.monotonic()
         with self._changed:
             while True:
-                if self._error is not None:
-                    raise self._error
-                if self._closed:
-                    raise ProducerError("the sample queue was closed while a sample was waited for")
+                self._check_open()
                 item = state.ready.pop(state.next_index, None) if state.next_index is not None else None
                 if item is not None or (state.count is not None and state.next_index == state.count):
                     break
                 self._check_deadline(stream, started_s)
                 self._give_way(stream, state, started_s)
                 self._changed.wait(_WAKE_S if self._starved is None else GIVE_WAY_AFTER_S)
-            self._wait_s += time.monotonic() - started_s
+            self._counted.wait_s += time.monotonic() - started_s
             if item is None:
                 return None
             assert state.next_index is not None
@@ -172,9 +180,27 @@ class SampleQueue:
         """
         sample.release()
         with self._changed:
-            self._taken -= 1
-            self._cut -= sample.was_cut
+            self._counted.taken -= 1
+            self._counted.cut -= sample.was_cut
             self._count(Dropped(sample.stream, sample.index, sample.name, reason, detail))
+
+    def forget(self, stream: Stream) -> None:
+        """Let go all that still comes of a stream, and count from its end on: samples, waits, and the work of vLLM.
+
+        Raises:
+            ProducerError: the producer died or made no progress for `step_timeout_s`.
+        """
+        while (item := self.get(stream)) is not None:
+            if isinstance(item, FinishedSample):
+                item.release()
+        started_s = time.monotonic()
+        with self._changed:
+            reported = self._producer
+            while self._producer is reported:  # it comes once a second, the next time with all of this stream
+                self._check_open()
+                self._check_deadline(stream, started_s)
+                self._changed.wait(_WAKE_S)
+            self._counted = _Counters(before=self._producer)
 
     def wait_ready(self, timeout_s: float) -> Ready:
         """Wait until the engine is up.
@@ -198,18 +224,18 @@ class SampleQueue:
             waiting = [
                 s for state in self._streams.values() for s in state.ready.values() if isinstance(s, FinishedSample)
             ]
-            depth_tokens = sum(s.num_rows for s in waiting)
+            depth_tokens, counted = sum(s.num_rows for s in waiting), self._counted
             return QueueStats(
                 depth_samples=len(waiting),
                 depth_tokens=depth_tokens,
                 depth_bytes=depth_tokens * self._arena.layout.row_bytes,
-                wait_s=self._wait_s,
-                taken=self._taken,
-                cut=self._cut,
-                spilled=self._spilled,
-                dropped=dict(self._dropped),
-                dropped_names={reason: list(names) for reason, names in self._dropped_names.items()},
-                producer=self._producer,
+                wait_s=counted.wait_s,
+                taken=counted.taken,
+                cut=counted.cut,
+                spilled=counted.spilled,
+                dropped=dict(counted.dropped),
+                dropped_names={reason: list(names) for reason, names in counted.names.items()},
+                producer=since(counted.before, self._producer),
                 restarts=self._producer.restarts,
             )
 
@@ -221,6 +247,12 @@ class SampleQueue:
             self._changed.notify_all()
         if self._reader is not threading.current_thread():
             self._reader.join(timeout=5.0)
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise ProducerError("the sample queue was closed while a sample was waited for")
 
     def _check_deadline(self, stream: Stream, started_s: float) -> None:
         if self._ready is None:
@@ -249,30 +281,32 @@ class SampleQueue:
         for sample in list(self._out.values()):
             if sample.holds_blocks:
                 sample.spill()
-                self._spilled += 1
+                self._counted.spilled += 1
 
     def _count(self, item: FinishedSample | Dropped | Stored) -> None:
         if isinstance(item, Stored):
             return
+        counted = self._counted
         if isinstance(item, FinishedSample):
-            self._taken += 1
-            self._cut += item.was_cut
+            counted.taken += 1
+            counted.cut += item.was_cut
             return
-        self._dropped[item.reason] += 1
-        names = self._dropped_names.setdefault(item.reason, [])
+        counted.dropped[item.reason] += 1
+        names = counted.names.setdefault(item.reason, [])
         if len(names) < NAMES_PER_REASON:
             names.append(f"{item.stream} {item.index} ({item.name}): {item.detail}")
             log.warning(
                 "dropped %s sample %d (%s) as %s: %s", item.stream, item.index, item.name, item.reason, item.detail
             )
-        num_dropped = self._dropped.total()
-        share = num_dropped / (num_dropped + self._taken)
-        if num_dropped + self._taken >= MIN_SAMPLES_FOR_SHARE and share > self._handle.max_dropped_share:
-            reasons = "; ".join(
-                f"{reason}: {n}, e.g. {self._dropped_names[reason][0]}" for reason, n in self._dropped.items()
-            )
+        if item.stream == "self":
+            return  # its reader throws most away by rules of its own, and has its own limit
+        num_dropped = counted.dropped.total()
+        share = num_dropped / (num_dropped + counted.taken)
+        if num_dropped + counted.taken >= MIN_SAMPLES_FOR_SHARE and share > self._handle.max_dropped_share:
+            first = {reason: names[0] for reason, names in counted.names.items()}
+            reasons = "; ".join(f"{reason}: {n}, e.g. {first[reason]}" for reason, n in counted.dropped.items())
             raise SampleError(
-                f"{num_dropped} of {num_dropped + self._taken} samples were dropped, more than "
+                f"{num_dropped} of {num_dropped + counted.taken} samples were dropped, more than "
                 f"data.queue.max_dropped_share = {self._handle.max_dropped_share}. {reasons}"
             )
 
@@ -315,6 +349,7 @@ class SampleQueue:
                     ):
                         self._last_progress_s = time.monotonic()
                     self._producer = message
+                    self._changed.notify_all()
             case Failed(error=error):
                 self._fail(ProducerError(error))
             case _:

@@ -12,7 +12,7 @@ from queue_bench import BLOCK_TOKENS, bench, check_rows, request
 from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.stream import hub
 from eagle3_lightning.stream.channel import Channel
-from eagle3_lightning.stream.messages import Dropped, Hello, Ready, Release, Stats
+from eagle3_lightning.stream.messages import Dropped, Hello, Ready, Release, Sample, Stats
 from eagle3_lightning.stream.queue import SampleQueue
 
 
@@ -65,6 +65,22 @@ def test_words_that_come_together_with_the_hello_are_not_lost(tmp_path):
             assert any(isinstance(message, Ready) for message in rank.receive(10.0))
 
 
+def test_a_rank_that_reads_nothing_keeps_nobody_waiting(tmp_path):
+    """It gets all of it when it reads again."""
+    with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        with closing(Channel(sock := connect(b))) as silent:
+            sock.sendall(frame(Hello(1, 0)))
+            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))  # sockets hold 200
+            assert take(b.queues[0], 1000) == list(range(1000))
+            heard = []
+            while len(heard) < 1000:
+                new = silent.receive(10.0)
+                assert new
+                heard += [message.serial for message in new if isinstance(message, Sample)]
+            assert len(set(heard)) == 1000
+
+
 def test_silence_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "HELLO_TIMEOUT_S", 0.3)
     with bench(world_size=2, late=1, tmp_path=tmp_path) as b, closing(connect(b)) as silent:
@@ -98,6 +114,30 @@ def test_a_stranger_ends_the_run_with_its_words(tmp_path, words, reason):
         assert stranger.recv(1) == b""
 
 
+def test_what_rank_0_reads_alone_waits_for_no_other_rank_and_none_hears_of_it(tmp_path):
+    with bench(num_blocks=4, world_size=3, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        b.queues[0].feed("self", (request(i, 6, 2, stream="self") for i in range(20)))  # two blocks each
+        for index in range(20):
+            sample = b.queues[0].get("self")
+            check_rows(sample)
+            assert sample.index == index
+            sample.release()
+        b.queues[0].forget("self")
+        b.queues[0].feed("train", (request(i, 6, 2) for i in range(2)))
+        with closing(Channel(sock := connect(b))) as late:
+            sock.sendall(frame(Hello(2, 0)))
+            heard = []
+            while sum(isinstance(message, Sample) for message in heard) < 2:
+                new = late.receive(10.0)
+                assert new
+                heard += new
+            assert sum(isinstance(message, Ready) for message in heard) == 1
+            assert {getattr(message, "stream", "train") for message in heard} == {"train"}
+            assert take(b.queues[0], 2) == take(b.queues[1], 2) == [0, 1]
+            assert b.queues[1].stats().depth_samples == 0
+
+
 @pytest.mark.parametrize(("max_running", "starves"), [(2, False), (3, True)])
 def test_a_producer_that_is_full_does_not_starve(max_running, starves):
     """Four blocks, two for each request: the third one waits for room."""
@@ -106,13 +146,13 @@ def test_a_producer_that_is_full_does_not_starve(max_running, starves):
     for i in range(3):
         made._from_rank(request(i, BLOCK_TOKENS, BLOCK_TOKENS), 0)
     time.sleep(0.02)
-    assert (made._summed(Stats()).starved_s > 0) is starves
+    assert (made._counters.add(Stats(), 0).starved_s > 0) is starves
     time.sleep(0.02)
     for submit in list(made._owed.values()):  # dropped: room for the third one, and nobody waits
         made._from_producer(Dropped("train", submit.index, submit.name, "aborted", "", submit.serial))
-    before = made._summed(Stats()).starved_s
+    before = made._counters.add(Stats(), 0).starved_s
     time.sleep(0.02)
-    assert made._summed(Stats()).starved_s == before
+    assert made._counters.add(Stats(), 0).starved_s == before
     assert (before > 0.04) is starves
     made.close()
 
@@ -122,18 +162,19 @@ def test_a_producer_that_is_gone_does_not_starve():
     ours, theirs = socket.socketpair()
     made = hub.Hub(4, BLOCK_TOKENS, 1, None, 3)
     made.on_producer_lost = lambda words: None
-    made._producer, made.serving = (channel := Channel(ours)), True
+    made._add_producer(channel := Channel(ours), 0)
+    made.serving = True
     for i in range(3):
         made._from_rank(request(i, BLOCK_TOKENS, BLOCK_TOKENS), 0)
     time.sleep(0.02)
     made._lost(channel, None, "killed")
-    before = made._summed(Stats()).starved_s
+    before = made._counters.add(Stats(), 0).starved_s
     assert before > 0
     time.sleep(0.02)
-    assert made._summed(Stats()).starved_s == before
+    assert made._counters.add(Stats(), 0).starved_s == before
     made._from_producer(Ready("0.0", "toy", 2, 4, "float32", 1, []))
     time.sleep(0.02)
-    assert made._summed(Stats()).starved_s > before
+    assert made._counters.add(Stats(), 0).starved_s > before
     made.close()
     channel.close()
     theirs.close()

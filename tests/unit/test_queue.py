@@ -95,6 +95,16 @@ def test_a_trainer_that_holds_more_than_the_arena_goes_on():
             sample.release()
 
 
+def test_thousands_of_samples_give_way_while_thousands_arrive():
+    """The rank has more to say than a socket holds, and the hub too: neither may wait until the other listens."""
+    with bench(num_blocks=3000, window=9000) as b:
+        b.start_producer()
+        b.queues[0].feed("train", (request(i, 3, 1, name="x" * 1000) for i in range(6000)))
+        held = [b.queues[0].get("train") for _ in range(3500)]
+        assert [sample.index for sample in held] == list(range(3500))
+        assert b.queues[0].stats().spilled >= 500
+
+
 def test_a_second_stream_does_not_starve_the_first():
     with bench(num_blocks=8) as b:
         b.start_producer()
@@ -255,6 +265,50 @@ def test_counters_are_those_of_all_producers():
         b.start_producer(restarts=1)
         b.queues[0].feed("val", (request(i, stream="val") for i in range(10)))
         wait_for(num_tokens + sum(item.num_rows for item in take_all(b.queues[0], "val")))
+
+
+def test_a_stream_that_is_forgotten_is_in_no_counter():
+    with bench(num_blocks=16, max_dropped_share=0.05) as b:
+        queue = b.queues[0]
+        b.start_producer()
+        names = dict.fromkeys(range(0, 200, 2), "refuse me")
+        queue.feed("self", (request(i, name=names.get(i), stream="self") for i in range(200)))
+        for index in range(150):
+            item = queue.get("self")
+            assert item.index == index
+            assert isinstance(item, Dropped) == (index in names)
+            if index % 3 and index not in names:
+                item.release()  # the others hold their blocks
+            elif index not in names:
+                item.spill()
+        queue.forget("self")
+        stats = queue.stats()
+        assert (stats.taken, stats.cut, stats.spilled, stats.dropped, stats.dropped_names) == (0, 0, 0, {}, {})
+        assert (stats.wait_s, stats.producer.prefill_tokens, stats.producer.decode_tokens) == (0.0, 0, 0)
+        assert (stats.producer.busy_s, stats.producer.free_blocks) == (0.0, 16)
+        queue.feed("train", (request(i) for i in range(30)))
+        num_rows = sum(item.num_rows for item in take_all(queue))
+        deadline_s = time.monotonic() + 10
+        while (made := queue.stats().producer).prefill_tokens + made.decode_tokens < num_rows:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert made.prefill_tokens + made.decode_tokens == num_rows
+        assert made.busy_s > 0
+        assert queue.stats().taken == 30
+
+
+def test_what_is_left_of_a_stream_has_a_deadline():
+    with bench(step_timeout_s=0.5) as b:
+        b.start_producer()
+        b.queues[0].wait_ready(10)
+
+        def requests():
+            yield request(0, stream="self")
+            time.sleep(30)
+
+        b.queues[0].feed("self", requests())
+        with pytest.raises(ProducerError, match=r"for self sample 1 and vLLM .* made no progress"):
+            b.queues[0].forget("self")
 
 
 def test_every_rank_gets_every_sample_and_blocks_are_free_when_all_have_let_go(tmp_path):
