@@ -177,11 +177,15 @@ class DataOpener:
                 with self._own.stand_in() as prompts:  # nobody reads the training prompts
                     streams = self._open_requests(prompts)
             else:
-                streams = self._open_requests(self._own.write(self._trainer))
+                streams = self._open_requests(self._own.write(self._trainer, self._start_engine))
         store, disk = self._open_store(streams)
         max_val_samples = self._options.prompts.max_val_samples
         if store is not None and disk is not None and is_complete(store.has_all, streams, max_val_samples):
-            _log.info("every sample is in %s: vLLM is not started", store.directory)
+            if self.extractor is None:
+                _log.info("every sample is in %s: vLLM is not started", store.directory)
+            else:
+                _log.info("every sample is in %s: vLLM has written the prompts and ends", store.directory)
+                self.extractor.close()
             return dict(streams), disk
         assert self._trainer is not None
         queue = self._open_queue()
@@ -231,16 +235,22 @@ class DataOpener:
         load: Loader = lambda stream, index: store.load(stream, streams[stream].row_id(index), index)  # noqa: E731
         return store, DiskFeed(load, self._options.batch.pack_tokens, self._options.queue.max_dropped_share)
 
+    def _start_engine(self) -> "Extractor":
+        """The run's vLLM, on rank 0: started by what needs it first, the prompts or the samples."""
+        assert self._trainer is not None
+        if self.extractor is None:
+            run_dir = self._options.run_dir or Path(tempfile.mkdtemp(prefix="eagle3-"))
+            self.extractor = self._make_extractor(run_dir, self._trainer.world_size)
+            self.extractor.start()
+        return self.extractor
+
     def _open_queue(self) -> SampleQueue:
-        """Start vLLM on rank 0 and join its queue on every rank."""
+        """Start vLLM on rank 0, unless it runs, and join its queue on every rank."""
         assert self._trainer is not None
         rank, world_size = self._trainer.global_rank, self._trainer.world_size
         packed = b""
         if rank == 0:
-            run_dir = self._options.run_dir or Path(tempfile.mkdtemp(prefix="eagle3-"))
-            self.extractor = self._make_extractor(run_dir, world_size)
-            self.extractor.start()
-            packed = msgspec.json.encode(self.extractor.handle)
+            packed = msgspec.json.encode(self._start_engine().handle)
         if world_size > 1:
             packed = self._trainer.strategy.broadcast(packed, src=0)
         if self.extractor is not None:

@@ -7,7 +7,7 @@ RUN_DIR/self_prompts.json    what it depends on: target, chat template, options 
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,13 +18,15 @@ from eagle3_lightning.options import EngineOptions, PromptOptions, SourceOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.setup import TRAIN
 from eagle3_lightning.prompts.sources import SELF, as_sources
-from eagle3_lightning.prompts.synthesis import check_room, synthesize_prompts
+from eagle3_lightning.prompts.synthesis import check_room, write_prompts
 from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.run_directory import CHECKPOINTS
 from eagle3_lightning.target import TargetInfo
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from eagle3_lightning.extract.supervisor import Extractor
 
 OWN_PROMPTS = "self_prompts.jsonl"
 OWN_FACTS = "self_prompts.json"
@@ -57,7 +59,7 @@ class OwnPrompts:
             ConfigError: the run has no directory to put them, they cannot be written, or the run is resumed and has
                 prompts that were written under other options.
         """
-        self._target, self._info, self._prompts, self._engine = target, info, prompts, engine
+        self._info, self._prompts = info, prompts
         self._sources = as_sources(prompts.train, TRAIN)
         self._run_dir = run_dir
         self.wanted = any(source.path == SELF for source in self._sources)
@@ -65,17 +67,21 @@ class OwnPrompts:
             return
         if run_dir is None:
             raise ConfigError(TRAIN, SELF, "the prompts need a place", "Give the run a directory.")
-        chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
-        check_room(chat.user_turn(), prompts.synthesis, engine)
+        self._chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
+        check_room(self._chat.user_turn(), prompts.synthesis, engine)
         self._facts: dict[str, Any] = {
             "target": info.fingerprint,
-            **chat.fingerprint(),
+            **self._chat.fingerprint(),
             **{f"synthesis.{name}": value for name, value in asdict(prompts.synthesis).items()},
         }
         self.written = (run_dir / OWN_PROMPTS).is_file() and self._is_same(run_dir)
 
-    def write(self, trainer: "pl.Trainer") -> PromptOptions:
+    def write(self, trainer: "pl.Trainer", start: "Callable[[], Extractor]") -> PromptOptions:
         """Let the target write them, unless they are there.
+
+        Args:
+            trainer: its ranks wait for rank 0.
+            start: the run's vLLM, on rank 0; it goes on to make the samples.
 
         Returns:
             The options with a file in the place of `self`.
@@ -90,8 +96,9 @@ class OwnPrompts:
                 own.unlink(missing_ok=True)
                 # Before the prompts, which are written whole: where they are, this is about them.
                 (self._run_dir / OWN_FACTS).write_text(json.dumps(self._facts, indent=1) + "\n", encoding="utf-8")
-                kwargs = dict(self._prompts.chat_template_kwargs)
-                synthesize_prompts(self._target, self._info, self._prompts.synthesis, self._engine, own, kwargs)
+                extractor = start()
+                write_prompts(extractor, self._info, self._chat, self._prompts.synthesis, own)
+                extractor.queue(0).forget("self")
         return self._with(own)
 
     @contextmanager

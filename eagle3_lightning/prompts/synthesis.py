@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOption
 from eagle3_lightning.prompts.chat import ChatTokenizer, UserTurn
 from eagle3_lightning.prompts.filters import PromptFilter
 from eagle3_lightning.prompts.order import Permutation
-from eagle3_lightning.stream.messages import Dropped, Submit
+from eagle3_lightning.stream.messages import Dropped, Sampling, Submit
 from eagle3_lightning.stream.queue import SampleQueue
 from eagle3_lightning.stream.sample import FinishedSample
 from eagle3_lightning.target import TargetInfo
@@ -73,14 +73,15 @@ class SynthesisReport:
 class Demand:
     """How many prompts are asked for: those that are missing, at the yield so far. Whoever asks waits for the judge."""
 
-    def __init__(self, opening: list[int], options: SynthesisOptions) -> None:
+    def __init__(self, opening: list[int], options: SynthesisOptions, sampling: Sampling) -> None:
         """Ask for nothing yet.
 
         Args:
             opening: token ids up to the user's words.
             options: how many, how long.
+            sampling: how they are written, and what ends them.
         """
-        self._opening, self._options = opening, options
+        self._opening, self._options, self._sampling = opening, options, sampling
         self._changed = threading.Condition()
         self._wanted = self._estimate(SynthesisReport())
         self._ended = False
@@ -95,7 +96,8 @@ class Demand:
                     self._changed.wait(_POLL_S)
                 if self._ended:
                     return
-            yield Submit("train", index, f"self {index}", self._opening, [], options.max_tokens, seeds[index])
+            name, longest = f"self {index}", options.max_tokens
+            yield Submit("self", index, name, self._opening, [], longest, seeds[index], self._sampling)
 
     def update(self, report: SynthesisReport) -> None:
         """Take in what has been judged."""
@@ -116,71 +118,77 @@ class Demand:
 
 
 def synthesize_prompts(
-    target: TargetOptions,
-    info: TargetInfo,
-    options: SynthesisOptions,
-    engine: EngineOptions,
-    out: Path,
-    template_kwargs: Mapping[str, object] | None = None,
-    say: Say | None = None,
+    target: TargetOptions, info: TargetInfo, options: SynthesisOptions, engine: EngineOptions, out: Path
 ) -> SynthesisReport:
-    """Start vLLM, let the target write prompts until enough are kept, and write them to a JSONL file.
+    """Start vLLM, let the target write prompts to a JSONL file, and stop vLLM. A run's own vLLM does it without.
 
     Args:
-        target: as the run names it.
+        target: as the user names it.
         info: of the same target.
         options: how many and how long.
         engine: how vLLM runs the target.
-        out: JSONL with `id` and `messages`; written beside and renamed.
-        template_kwargs: for the chat template.
-        say: takes a line on the progress every few seconds; None writes it to standard error.
+        out: see `write_prompts`.
 
     Raises:
-        ConfigError: `out` exists, or the target has no chat template.
+        ConfigError: `out` exists, the target has no chat template, or a prompt has no room.
         SampleError: the target does not write usable prompts.
         ProducerError: vLLM failed.
     """
+    from eagle3_lightning.extract.supervisor import Extractor
+
     if out.exists():
         raise ConfigError("--out", str(out), "it exists already", "Name a new file.")
-    chat = ChatTokenizer(info, dict(template_kwargs or {}), target.trust_remote_code)
-    turn = chat.user_turn()
-    longest = check_room(turn, options, engine)
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    chat = ChatTokenizer(info, {}, target.trust_remote_code)
+    engine = replace(engine, max_model_len=check_room(chat.user_turn(), options, engine))
+    queue = QueueOptions(capacity_tokens=engine.max_num_seqs * engine.max_model_len + 4096)
+    layers = plan_layers(target.layers, info.num_layers, target.layer_convention)
     with tempfile.TemporaryDirectory(prefix="eagle3-") as directory:
         log_dir = out.parent if out.parent.is_dir() else Path(directory)
-        extractor = _extractor(target, info, options, replace(engine, max_model_len=longest), turn, log_dir)
-        demand = Demand(turn.opening, options)
-        extractor.start()
+        extractor = Extractor(
+            info, layers, engine, queue, SamplingOptions(), log_dir, trust_remote_code=target.trust_remote_code
+        )
         try:
-            say(f"the target writes {options.num_prompts} prompts; vLLM starts, its log is {extractor.log_path}")
-            extractor.queue(0).feed("train", demand.requests())
-            kept, report = collect(extractor.queue(0), chat, turn, options, demand, say)
+            extractor.start()
+            return write_prompts(extractor, info, chat, options, out)
         finally:
-            demand.end()
             extractor.close()
+
+
+def write_prompts(
+    extractor: "Extractor", info: TargetInfo, chat: ChatTokenizer, options: SynthesisOptions, out: Path
+) -> SynthesisReport:
+    """Let the target write prompts until enough are kept, and write them to a file; progress goes to standard error.
+
+    Some that were asked for may still come: who goes on with this vLLM has its queue `forget` the stream `self`.
+
+    Args:
+        extractor: vLLM, started; its own sampling is not used.
+        info: of its target.
+        chat: the tokenizer of its target, with the arguments of the template.
+        options: how many and how long.
+        out: JSONL with `id` and `messages`; written beside and renamed.
+
+    Raises:
+        SampleError: the target does not write usable prompts.
+        ProducerError: vLLM failed.
+    """
+    turn, queue = chat.user_turn(), extractor.queue(0)
+    # A prompt ends where the template ends the user's turn, too.
+    stop_ids = tuple(sorted({*info.eos_token_ids, *turn.stop_ids}))
+    demand = Demand(turn.opening, options, Sampling(stop_ids, options.temperature, options.top_p, options.top_k))
+    _say(f"the target writes {options.num_prompts} prompts; vLLM starts, its log is {extractor.log_path}")
+    queue.feed("self", demand.requests())
+    try:
+        kept, report = collect(queue, chat, turn, options, demand, _say)
+    finally:
+        demand.end()
     _write(out, kept)
-    say(f"the target wrote its own prompts: {report}")
+    _say(f"the target wrote its own prompts: {report}")
     return report
 
 
-def _extractor(
-    target: TargetOptions, info: TargetInfo, options: SynthesisOptions, engine: EngineOptions, turn: UserTurn,
-    log_dir: Path,
-) -> "Extractor":  # fmt: skip
-    """vLLM, sampling as the options say; a prompt ends where the template ends the user's turn."""
-    from eagle3_lightning.extract.supervisor import Extractor
-
-    return Extractor(
-        replace(info, eos_token_ids=tuple(sorted({*info.eos_token_ids, *turn.stop_ids}))),
-        plan_layers(target.layers, info.num_layers, target.layer_convention),
-        engine,
-        QueueOptions(capacity_tokens=engine.max_num_seqs * engine.max_model_len + 4096, max_dropped_share=1.0),
-        SamplingOptions(
-            temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, max_new_tokens=options.max_tokens
-        ),
-        log_dir,
-        trust_remote_code=target.trust_remote_code,
-    )
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def check_room(turn: UserTurn, options: SynthesisOptions, engine: EngineOptions) -> int:
@@ -212,7 +220,7 @@ def collect(
     report, kept, wanted = SynthesisReport(), [], PromptFilter(options.min_tokens)
     progress = _Progress(options, say)
     while report.kept < options.num_prompts:
-        sample = queue.get("train")
+        sample = queue.get("self")
         too_few = report.made >= _MIN_JUDGED and _MAX_TRIES * report.kept < report.made
         if sample is None or too_few:
             raise SampleError(f"the target writes too few usable prompts: {report}. Raise synthesis.max_tokens if most "

@@ -3,6 +3,7 @@
     python ranks_run.py TARGET PROMPTS OUT MAX_STEPS ACCUMULATE [CHECKPOINT]
 
 Lightning starts the second rank by running this file again. With CACHE_DIR in the environment samples are kept there.
+The PROMPTS `self` are written by the toy.
 """
 
 import json
@@ -22,6 +23,7 @@ from eagle3_lightning.options import (
     EngineOptions,
     PromptOptions,
     SamplingOptions,
+    SynthesisOptions,
     TargetOptions,
 )
 
@@ -54,10 +56,11 @@ class Recorder(pl.LightningModule):
 def main() -> None:
     """Run the fit that the arguments say."""
     target, prompts, out, max_steps, accumulate, *checkpoint = sys.argv[1:]
+    own = prompts == "self"
     data = ToyDataModule(
         TargetOptions(target),
-        PromptOptions([Path(prompts)], val_fraction=0.0),
-        SamplingOptions(mode="prefill"),
+        PromptOptions([prompts], val_fraction=0.0, synthesis=SynthesisOptions(num_prompts=31, max_tokens=60)),
+        SamplingOptions(max_new_tokens=9) if own else SamplingOptions(mode="prefill"),
         EngineOptions(max_model_len=512),
         batch=BatchOptions(pack_tokens=160, static_shapes=False, calibration_tokens=400),
         cache=CacheOptions(Path(os.environ["CACHE_DIR"])) if "CACHE_DIR" in os.environ else None,
@@ -71,7 +74,7 @@ def main() -> None:
     module = Recorder()
     trainer.fit(module, data, ckpt_path=checkpoint[0] if checkpoint else None)
     record = {"steps": module.steps, "weight": module.weight.tolist(), "calibration": module.calibration}
-    record["engine_runs"] = module.engine_runs
+    record["engine_runs"], record["num_engines"] = module.engine_runs, data.num_engines
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
 
 

@@ -23,8 +23,9 @@ def place(tmp_path_factory):
     return directory
 
 
-def run(place, name, max_steps, accumulate, checkpoint=None, **variables):
-    arguments = [place / "target", place / "prompts.jsonl", place / name, max_steps, accumulate]
+def run(place, name, max_steps, accumulate, checkpoint=None, prompts="prompts.jsonl", **variables):
+    prompts = prompts if prompts == "self" else place / prompts
+    arguments = [place / "target", prompts, place / name, max_steps, accumulate]
     arguments += [checkpoint] if checkpoint else []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
@@ -89,3 +90,20 @@ def test_vllm_ends_when_all_samples_are_on_disk_and_no_rank_sees_a_difference(pl
     again = run(place, "again", 24, 1, CACHE_DIR=str(place / "cache"))
     assert not any(again[0]["engine_runs"])
     assert [again[rank]["weight"] for rank in (0, 1)] == [plain[rank]["weight"] for rank in (0, 1)]
+
+
+def test_rank_0_has_prompts_written_and_both_train_on_the_answers(place):
+    """With one engine; the other rank joins its queue when they are there."""
+    ranks = run(place, "own", 9, 1, prompts="self")
+    texts = [json.loads(line)["messages"] for line in (place / "own/self_prompts.jsonl").read_text().splitlines()]
+    assert len(texts) == NUM_PROMPTS
+    assert [record["num_engines"] for record in ranks] == [1, 0]
+    assert ranks[0]["calibration"] == ranks[1]["calibration"]
+    assert ranks[0]["weight"] == ranks[1]["weight"]
+    seen = [i for step in ranks[0]["steps"] for rank in ranks for pack in rank["steps"][step] for i in pack]
+    assert len(ranks[0]["steps"]) == len(ranks[1]["steps"]) == 9
+    assert seen == sorted(set(seen))
+    assert len(seen) > NUM_PROMPTS / 2
+    (place / "own/hub").unlink()  # the toy's, which has no supervisor to clean up behind it
+    again = run(place, "own", 9, 1, prompts="self")
+    assert [record["steps"] for record in again] == [record["steps"] for record in ranks]

@@ -1,8 +1,10 @@
-"""Prompts that the target writes: once for their options, last of all checks. vLLM's part is counted."""
+"""Prompts that the target writes: once for their options, last of all checks, in the engine that makes the samples."""
 
 import json
+import shutil
 
 import pytest
+import torch
 from test_cli import config  # noqa: F401
 from test_datamodule import fit
 from toy_engine import ToyDataModule
@@ -12,6 +14,7 @@ from eagle3_lightning.cli import main
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import (
     BatchOptions,
+    CacheOptions,
     EngineOptions,
     PromptOptions,
     SamplingOptions,
@@ -19,23 +22,20 @@ from eagle3_lightning.options import (
     TargetOptions,
 )
 from eagle3_lightning.prompts import own
+from eagle3_lightning.prompts.synthesis import write_prompts
 
 
 @pytest.fixture
 def written(monkeypatch):
-    """Each call of the writer, in place of vLLM."""
+    """The options of each writing."""
     calls = []
 
-    def write(target, info, options, engine, out, template_kwargs=None):
+    def write(extractor, info, chat, options, out):
         assert not out.exists()
         calls.append(options)
-        rows = [
-            {"id": f"self-{n}", "messages": [{"role": "user", "content": f"{n} of {options.seed}"}]}
-            for n in range(options.num_prompts)
-        ]
-        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return write_prompts(extractor, info, chat, options, out)
 
-    monkeypatch.setattr(own, "synthesize_prompts", write)
+    monkeypatch.setattr(own, "write_prompts", write)
     return calls
 
 
@@ -43,7 +43,7 @@ def written(monkeypatch):
 def make_data(tmp_path):
     target = make_target(tmp_path / "target")
 
-    def make(target=target, kwargs=None, **synthesis):
+    def make(target=target, kwargs=None, cache=None, **synthesis):
         return ToyDataModule(
             TargetOptions(str(target)),
             PromptOptions(
@@ -55,6 +55,7 @@ def make_data(tmp_path):
             SamplingOptions(max_new_tokens=8),
             EngineOptions(max_model_len=512),
             batch=BatchOptions(pack_tokens=160, static_shapes=False, calibration_tokens=300),
+            cache=CacheOptions(cache),
             run_dir=tmp_path / "run",
         )
 
@@ -73,6 +74,33 @@ def test_they_are_written_once_for_the_same_options(make_data, written, tmp_path
     start_to_train(tmp_path / "run")
     fit(make_data())
     assert len(written) == 1
+
+
+def test_they_are_written_by_the_engine_that_makes_the_samples(make_data, tmp_path, capsys):
+    data = make_data(seed=3)
+    fit(data)
+    assert data.num_engines == 1
+    rows = [json.loads(line) for line in (tmp_path / "run/self_prompts.jsonl").read_text().splitlines()]
+    texts = [row["messages"][0].pop("content") for row in rows]
+    assert rows == [{"id": f"self-{number}", "messages": [{"role": "user"}]} for number in range(12)]
+    assert len(set(texts)) == 12
+    assert not any("im_end" in text for text in texts)
+    assert json.loads((tmp_path / "run/self_prompts.json").read_text())["synthesis.seed"] == 3
+    assert "the target wrote its own prompts: 12 of " in capsys.readouterr().err
+    again = make_data(seed=3)  # they are there
+    fit(again)
+    assert again.num_engines == 1
+
+
+def test_an_engine_without_samples_to_make_ends_behind_the_prompts(make_data, tmp_path, caplog):
+    caplog.set_level("INFO", "eagle3_lightning")
+    made = fit(make_data(cache=tmp_path / "cache"), max_epochs=2)
+    shutil.rmtree(tmp_path / "run")
+    data = make_data(cache=tmp_path / "cache")
+    read = fit(data, max_epochs=2)
+    assert data.num_engines == 1
+    assert "vLLM has written the prompts and ends" in caplog.text
+    assert torch.equal(made.weight, read.weight)
 
 
 OTHERS = [

@@ -12,7 +12,7 @@ from eagle3_lightning.options import SynthesisOptions, TargetOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.filters import PromptFilter, is_loop
 from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, collect, judge
-from eagle3_lightning.stream.messages import Dropped
+from eagle3_lightning.stream.messages import Dropped, Sampling
 from eagle3_lightning.target import inspect_target
 
 
@@ -117,7 +117,7 @@ def test_a_template_that_hides_the_users_words_is_refused(tmp_path):
 
 
 def test_no_more_is_asked_for_than_is_missing():
-    demand = Demand([1, 2], SynthesisOptions(num_prompts=20))
+    demand = Demand([1, 2], SynthesisOptions(num_prompts=20), Sampling())
     requests = demand.requests()
     first = [request.index for request in islice(requests, 33)]  # 20 missing at a yield of 1, with a quarter and 8 more
     assert first == list(range(33))
@@ -142,4 +142,4 @@ class Nothing:
 def test_a_target_that_writes_nothing_usable_is_given_up_with_its_counts(tmp_path):
     chat, options, said = chat_of(tmp_path), SynthesisOptions(num_prompts=100), []
     with pytest.raises(SampleError, match=r"too few usable prompts: 0 of 256 kept; thrown away: 256 aborted, 0 unf"):
-        collect(Nothing(), chat, chat.user_turn(), options, Demand([1], options), said.append)
+        collect(Nothing(), chat, chat.user_turn(), options, Demand([1], options, Sampling()), said.append)

@@ -18,7 +18,7 @@ from eagle3_lightning.extract.rows import RowWriter
 from eagle3_lightning.stream.arena import Arena
 from eagle3_lightning.stream.channel import Channel, ChannelClosed
 from eagle3_lightning.stream.hub import Hub
-from eagle3_lightning.stream.messages import Ready, Sample, Shutdown, Submit
+from eagle3_lightning.stream.messages import Ready, Sample, Shutdown, Stats, Submit
 from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
 
 NUM_LAYERS, HIDDEN = 4, 8
@@ -39,8 +39,18 @@ def answer(prompt: list[int], longest: int) -> list[int]:
     return [chosen.randrange(256) for _ in range(chosen.randint(1, longest))]
 
 
+def written(submit: Submit) -> list[int]:
+    """Token ids that the toy writes as a prompt: printable ones that follow from the seed, and the end of the turn."""
+    assert submit.sampling is not None
+    chosen = random.Random(submit.seed)
+    ids = [chosen.randrange(94) for _ in range(chosen.randint(1, submit.max_new_tokens - 1))]
+    return [*ids, submit.sampling.stop_token_ids[-1]]
+
+
 class ToyExtractor:
     """Stands where `Extractor` stands."""
+
+    log_path = Path("vllm.log")
 
     def __init__(self, capacity_tokens: int, world_size: int, directory: Path) -> None:
         self._arena = Arena.create(capacity_tokens, 4, NUM_LAYERS, HIDDEN, "float32")
@@ -49,6 +59,7 @@ class ToyExtractor:
         self.handle = QueueHandle(self._arena.path, self._arena.layout, str(listen) if listen else None, 16, 20.0, 0.5)
         self._queue: SampleQueue | None = None
         self._closed = False
+        self.made = (0, 0)  # rows of prompts and of answers
 
     def start(self) -> None:
         self._hub.start()
@@ -85,7 +96,8 @@ class ToyExtractor:
         waiting: list[Submit] = []
         try:
             while True:
-                for message in channel.receive(0.01 if waiting else 1.0):
+                channel.send(Stats(*self.made))
+                for message in channel.receive(0.01 if waiting else 0.2):
                     if isinstance(message, Shutdown):
                         return
                     assert isinstance(message, Submit)
@@ -98,9 +110,13 @@ class ToyExtractor:
             return
 
     def _make(self, submit: Submit, writer: RowWriter) -> Sample:
-        made = answer(submit.prompt_ids, submit.max_new_tokens) if submit.max_new_tokens else []
+        if submit.stream == "self":
+            made = written(submit)
+        else:
+            made = answer(submit.prompt_ids, submit.max_new_tokens) if submit.max_new_tokens else []
         ids = submit.prompt_ids + made
         num_rows = len(ids) - 1 if made else len(ids)
+        self.made = (self.made[0] + len(submit.prompt_ids), self.made[1] + num_rows - len(submit.prompt_ids))
         name = str(submit.serial)
         writer.begin(name, submit.serial, submit.blocks, len(submit.prompt_ids))
         step = writer.plan([name], np.array([num_rows]), np.array([0]))
@@ -117,10 +133,12 @@ class ToyDataModule(HiddenStateDataModule):
     """The data module on the toy engine."""
 
     capacity_tokens = 2048
+    num_engines = 0  # made so far
 
     def _check_engine(self) -> None:
         """The toy takes any options."""
 
     def _make_extractor(self, run_dir: Path, world_size: int) -> Any:
         run_dir.mkdir(parents=True, exist_ok=True)
+        self.num_engines += 1
         return ToyExtractor(self.capacity_tokens, world_size, run_dir)
