@@ -1,5 +1,6 @@
 """Framed messages over one Unix socket. Only msgpack bodies of messages.py; nothing that could carry a tensor."""
 
+import os
 import select
 import socket
 import struct
@@ -21,7 +22,11 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One connection. `send` may be called from several threads, `receive` from one."""
+    """One connection. `send` may be called from several threads, `receive` from one.
+
+    Whoever must never wait for the other side, as the hub in the middle, has `post` and `flush` in the place of `send`;
+    these are for one thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over a connected stream socket.
@@ -35,6 +40,7 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
         self._pending = bytearray()
+        self._unsent = bytearray()  # of what was posted
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -48,18 +54,50 @@ class Channel:
         Raises:
             ChannelClosed: the other side is gone, or did not read in time.
         """
+        frame = self._frame(message)
+        try:
+            with self._send_lock:
+                self._sock.sendall(frame)
+        except TimeoutError as error:
+            raise ChannelClosed(f"the other side read nothing for {SEND_TIMEOUT_S:.0f} s") from error
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def post(self, message: AnyMessage) -> None:
+        """Write one message as far as the other side has room for it; `flush` writes the rest.
+
+        Raises:
+            ChannelClosed: the other side is gone.
+        """
+        self._unsent += self._frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was posted, as far as the other side has room for it.
+
+        Raises:
+            ChannelClosed: the other side is gone.
+        """
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._sock.fileno(), self._unsent)]  # a socket's `send` would wait
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What `flush` has still to write."""
+        return len(self._unsent)
+
+    def _frame(self, message: AnyMessage) -> bytes:
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(
                 f"a {type(message).__name__} of {len(body)} bytes is over the frame limit of {MAX_FRAME_BYTES}"
             )
-        try:
-            with self._send_lock:
-                self._sock.sendall(_LENGTH.pack(len(body)) + body)
-        except TimeoutError as error:
-            raise ChannelClosed(f"the other side read nothing for {SEND_TIMEOUT_S:.0f} s") from error
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+        return _LENGTH.pack(len(body)) + body
 
     def receive(self, timeout_s: float) -> list[AnyMessage]:
         """Every message that is there, or that comes within `timeout_s`; an empty list if none did.
