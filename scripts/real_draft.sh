@@ -8,6 +8,7 @@
 #   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
 #   scripts/real_draft.sh table                            what the stages above have left, as Markdown
 #
+# CONCURRENCY (32; several with a space between) and MAX_PROMPTS (all; one for each of them) are for bench.
 # OUT (runs/smollm2_real), SAMPLES (.cache/samples/smollm2_real) and TARGET (.cache/target/smollm2-135m) can be set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -67,7 +68,7 @@ bench() {
     shift
     if [ "$side" = ours ]; then draft=$out/export; else draft=$(ls -dt "$out"/peer/*/ | head -1); fi
     "$python" -m eagle3_lightning bench --draft "$draft" --target "$target" --prompts "$@" --num-speculative-tokens 5 \
-        --concurrency ${CONCURRENCY:-32} --max-new-tokens 256 --json >"$out/bench_$side.json"
+        --concurrency ${CONCURRENCY:-32} ${MAX_PROMPTS:+--max-prompts $MAX_PROMPTS} --max-new-tokens 256 --json >"$out/bench_$side.json"
 }
 
 simulate() {

@@ -37,7 +37,8 @@ class BenchOptions:
         num_speculative_tokens: tokens proposed in a round, one engine start for each; empty is the export's own number.
         concurrency: requests in flight, one pass over the prompts for each.
         max_new_tokens: longest answer.
-        max_prompts: run only the first so many prompts of a file.
+        max_prompts: run only the first so many prompts of a file: one number, or one for each concurrency, since few
+            requests at once need far longer for as many prompts. Empty runs all.
         log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
         trust_remote_code: let Transformers and vLLM run code that the target brings.
@@ -50,7 +51,7 @@ class BenchOptions:
     num_speculative_tokens: list[int] = field(default_factory=list)
     concurrency: list[int] = field(default_factory=lambda: [16])
     max_new_tokens: int = 128
-    max_prompts: int | None = None
+    max_prompts: list[int] = field(default_factory=list)
     log_dir: Path | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
@@ -61,13 +62,18 @@ class BenchOptions:
         for name, values in (
             ("--num-speculative-tokens", self.num_speculative_tokens),
             ("--concurrency", self.concurrency),
-            ("--max-new-tokens", [self.max_new_tokens]),
-            ("--max-prompts", [] if self.max_prompts is None else [self.max_prompts]),
         ):
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ConfigError(
                     name, values, "the numbers must be positive and each given once", "Correct the numbers."
                 )
+        if any(value < 1 for value in self.max_prompts) or len(self.max_prompts) not in (0, 1, len(self.concurrency)):
+            raise ConfigError(
+                "--max-prompts",
+                self.max_prompts,
+                "the numbers must be positive, and one or as many as there are concurrencies",
+                f"Give one number, or {len(self.concurrency)}.",
+            )
         for name, given in (("--concurrency", self.concurrency), ("--prompts", self.prompts)):
             if not given:
                 raise ConfigError(name, [], "nothing would be measured", "Give at least one.")
@@ -99,7 +105,12 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     # A round may write past the answer's end, so the longest round needs room too.
     room_tokens = options.max_new_tokens + max(depths) + 1
     rendered = _render(options, target, room_tokens)
-    tasks = [Task(file.name, rendered[file], number) for number in options.concurrency for file in rendered]
+    most = options.max_prompts if len(options.max_prompts) > 1 else [None] * len(options.concurrency)
+    tasks = [
+        Task(file.name, rendered[file][:limit], number)
+        for number, limit in zip(options.concurrency, most, strict=True)
+        for file in rendered
+    ]
     files = [str(file) for _ in options.concurrency for file in rendered]
     runner = _Runner(options, str(target.path), tasks, room_tokens, on_progress)
     drafted = {depth: runner.run(depth, tasks) for depth in depths}
@@ -139,7 +150,7 @@ def _render(options: BenchOptions, target: "TargetInfo", room_tokens: int) -> di
             template_kwargs=options.chat_template_kwargs,
             trust_remote_code=options.trust_remote_code,
             longest_tokens=target.max_position_embeddings - room_tokens,
-            max_prompts=options.max_prompts,
+            max_prompts=max(options.max_prompts, default=None),
         )
         for file in options.prompts
     }

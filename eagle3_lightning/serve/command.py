@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from eagle3_lightning.arguments import StrictParser
-from eagle3_lightning.checks import COUNT, check_number
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.bench import BenchOptions, check_summary, measure
@@ -18,6 +17,7 @@ from eagle3_lightning.serve.table import as_text
 from eagle3_lightning.summary import served_figures, update_summary
 
 NOT_LOSSLESS = 1
+_LISTS = ("prompts", "num_speculative_tokens", "concurrency", "max_prompts")
 _RUN_NAMES = re.compile(r"\bdata\.(?=engine\.)")  # the option of a fit that is --engine.… here
 
 
@@ -35,7 +35,6 @@ def _run(argv: Sequence[str]) -> int:
     namespace = parser.parse_args(argv[1:])
     options, engine = namespace.as_dict(), namespace.engine.as_dict()
     as_json, summary, dtype = options.pop("json"), options.pop("summary"), options.pop("dtype")
-    check_number("--max_prompts", options["max_prompts"], COUNT)
     if options["target"] == "":
         raise ConfigError("--target", "", "it is empty", "Name the target, or leave the option out.")
     options["engine"] = EngineOptions(**engine, dtype=dtype)
@@ -69,7 +68,7 @@ def _parser() -> StrictParser:
         usage="eagle3 bench --draft DIR --prompts FILE ... [options]",
         description="Serves the target with the draft and alone, greedily, and compares.",
     )
-    parser.add_class_arguments(BenchOptions, skip={"engine", "prompts", "num_speculative_tokens", "concurrency"})
+    parser.add_class_arguments(BenchOptions, skip={"engine", *_LISTS})
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -94,6 +93,14 @@ def _parser() -> StrictParser:
         default=[16],
         metavar="N",
         help="requests in flight, one pass over every file for each",
+    )
+    parser.add_argument(
+        "--max_prompts",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="only the first so many prompts of each file: one number, or one for each concurrency",
     )
     parser.add_argument(
         "--dtype",

@@ -43,20 +43,28 @@ def report(draft: Path) -> BenchReport:
         files.append(draft.parent / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return measure(
-        BenchOptions(draft, files, max_new_tokens=NEW_TOKENS, concurrency=[4], engine=EngineOptions(dtype="float32"))
+        BenchOptions(
+            draft,
+            files,
+            max_new_tokens=NEW_TOKENS,
+            concurrency=[4, 1],
+            max_prompts=[4, 1],
+            engine=EngineOptions(dtype="float32"),
+        )
     )
 
 
 def test_float32_is_lossless_token_by_token(report: BenchReport) -> None:
-    figures, repeating = report.figures
+    figures, repeating, *alone = report.figures
     assert report.dtype == "float32"
     assert report.lossless
     assert (figures.identical, repeating.identical, report.num_prompts) == (4, 2, 6)
     assert figures.differences == repeating.differences == []
+    assert [(f.concurrency, f.num_prompts, f.identical) for f in alone] == [(1, 1, 1)] * 2
 
 
 def test_the_counters_are_those_of_this_draft(report: BenchReport) -> None:
-    figures, repeating = report.figures
+    figures, repeating = report.figures[:2]
     assert repeating.acceptance_length > 2.5 > figures.acceptance_length  # each file has its own
     assert figures.num_speculative_tokens == 3  # the export's own number
     # Nearly all rounds of the two ordinary prompts give one token, nearly all of the two repeating ones four.

@@ -165,7 +165,12 @@ def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
 
 def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-prompts = "):
-        BenchOptions(tmp_path, [tmp_path / "p"], max_prompts=0)
+        BenchOptions(tmp_path, [tmp_path / "p"], max_prompts=[0])
+
+
+def test_limits_of_prompts_belong_to_one_concurrency_each() -> None:
+    with pytest.raises(ConfigError, match="Give one number, or 3"):
+        BenchOptions(Path("draft"), [Path("p")], concurrency=[1, 8, 32], max_prompts=[10, 80])
 
 
 def test_the_table_ends_with_the_simulated_length_beside_the_served() -> None:

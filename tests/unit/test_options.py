@@ -146,7 +146,7 @@ def test_the_message_says_what_to_do() -> None:
         ([*EXPORT, "--num-speculative-tokens", "0"], "--num_speculative_tokens = 0"),
         ([*EXPORT, "--target_name", ""], "--target_name = ''"),
         ([*EXPORT, "--target="], "--target = ''"),
-        ([*BENCH, "--max-prompts", "0"], "--max_prompts = 0"),
+        ([*BENCH, "--max-prompts", "0"], "--max-prompts = [0]"),
         ([*BENCH, "--target="], "--target = ''"),
         ([*BENCH, "--engine.kv_cache_gib", "0"], "engine.kv_cache_gib = 0"),
     ],
