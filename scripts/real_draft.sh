@@ -8,7 +8,8 @@
 #   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
 #   scripts/real_draft.sh table                            what the stages above have left, as Markdown
 #
-# CONCURRENCY (32; several with a space between) and MAX_PROMPTS (all; one for each of them) are for bench.
+# TRIAL: seconds in which peer finds out how fast it is (150).
+# CONCURRENCY (32; several with a space between), MAX_PROMPTS (all; one for each of them) and BENCH_ARGS are for bench.
 # OUT (runs/smollm2_real), SAMPLES (.cache/samples/smollm2_real) and TARGET (.cache/target/smollm2-135m) can be set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,14 +38,18 @@ with safe_open(sys.argv[1], "numpy") as tensors:
         np.save(f"{sys.argv[2]}/{name}.npy", tensors.get_tensor(name))
 PYTHON
     # Its schedule wants to know in how many steps it ends. Compiled code is kept from the trial.
-    train_peer 150 peer_trial --log-freq 10 | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/trial.log"
+    {
+        echo start
+        train_peer "${TRIAL:-150}" peer_trial --log-freq 10
+    } | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/trial.log"
     local steps
     steps=$("$python" - "$out/trial.log" "$seconds" <<'PYTHON'
 import re
 import sys
-seen = [(int(m[1]), int(m[2])) for m in re.finditer(r"^(\d+) .*?'?global_step'?\W+(\d+)", open(sys.argv[1]).read(), re.M)]
-(start_s, first), (end_s, last) = seen[len(seen) // 2], seen[-1]
-print(int((last - first) / (end_s - start_s) * int(sys.argv[2])))
+log, seconds = open(sys.argv[1]).read(), int(sys.argv[2])
+seen = [(int(m[1]), int(m[2])) for m in re.finditer(r"^(\d+) .*?'?global_step'?\W+(\d+)", log, re.M)]
+(middle_s, before), (end_s, last) = seen[len(seen) // 2], seen[-1]
+print(int((last - before) / (end_s - middle_s) * (seconds - (seen[0][0] - int(log.split()[0])))))
 PYTHON
     )
     echo "peer: $steps steps are expected of $seconds s"
@@ -56,7 +61,7 @@ PYTHON
 train_peer() {
     local seconds=$1 where=$2
     shift 2
-    COLUMNS=400 timeout --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train --speculator-type eagle3 \
+    COLUMNS=2000 timeout --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train --speculator-type eagle3 \
         --verifier-name-or-path "$(realpath "$target")" --data-path "$samples/train" --on-missing skip \
         --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" --t2d-path "$out/t2d.npy" \
         --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 --save-path "$out/$where" "$@" \
@@ -68,16 +73,20 @@ bench() {
     shift
     if [ "$side" = ours ]; then draft=$out/export; else draft=$(ls -dt "$out"/peer/*/ | head -1); fi
     "$python" -m eagle3_lightning bench --draft "$draft" --target "$target" --prompts "$@" --num-speculative-tokens 5 \
-        --concurrency ${CONCURRENCY:-32} ${MAX_PROMPTS:+--max-prompts $MAX_PROMPTS} --max-new-tokens 256 --json >"$out/bench_$side.json"
+        --concurrency ${CONCURRENCY:-32} ${MAX_PROMPTS:+--max-prompts $MAX_PROMPTS} --max-new-tokens 256 ${BENCH_ARGS:-} \
+        --json >"$out/bench_$side.json"
 }
 
 simulate() {
     local file jobs=()
-    for file in "$@"; do # at once: each has a small engine of its own
+    # At once: each has a small engine of its own. The KV cache's size is given, since vLLM's own measurement of what it may
+    # take fails where another process frees memory meanwhile.
+    local engine='--data.engine.gpu_memory_utilization 0.1 --data.engine.extra {"kv_cache_memory_bytes":4000000000}'
+    for file in "$@"; do
         "$python" -m eagle3_lightning validate --config "$out/config.yaml" --ckpt_path "$out/checkpoints/last.ckpt" \
             --run_dir "$out/simulated/$(basename "$file" .jsonl)" --trainer.logger null --data.cache.dir null \
             --data.prompts.val "[$file]" --data.prompts.max_val_samples 1000 --data.sampling.max_new_tokens 256 \
-            ${SIMULATE_ARGS:---data.engine.gpu_memory_utilization 0.1} &
+            ${SIMULATE_ARGS:-$engine} &
         jobs+=($!)
     done
     for job in "${jobs[@]}"; do wait "$job"; done
