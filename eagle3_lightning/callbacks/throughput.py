@@ -36,7 +36,7 @@ class ThroughputCallback(Callback):
         self._last: DataStats | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Measure the matrix rate now: vLLM, just started, is still being imported, and nothing else uses the GPU."""
+        """Measure the matrix rate while nothing else uses the GPU: vLLM is being imported, or has no request yet."""
         device = trainer.strategy.root_device
         if stage == "fit" and self._peak_flops is None and device.type == "cuda":
             dtype = _COMPUTE_DTYPES.get(str(trainer.precision), torch.float32)

@@ -1,5 +1,7 @@
 """Prompts that the run's own target writes: once for a run, and only when nothing else is wrong with it.
 
+The engine that writes them is the run's, and makes the samples then.
+
 RUN_DIR/self_prompts.jsonl   what the target wrote
 RUN_DIR/self_prompts.json    what it depends on: target, chat template, options and seed of the writing
 """
