@@ -105,7 +105,7 @@ figures = {
     (side, Path(f["prompts"]).stem, f["concurrency"]): f for side, report in sides.items() for f in report["figures"]
 }
 sets = sorted({name for _, name, _ in figures})
-most = max(concurrency for _, _, concurrency in figures)
+most = {side: max(concurrency for of, _, concurrency in figures if of == side) for side in sides}
 
 
 def simulated(name):
@@ -117,7 +117,7 @@ print("| prompts | ours, served | 95 % | simulated | served / simulated | specul
 print("| --- | --- | --- | --- | --- | --- | --- | --- |")
 lengths = []
 for name in sets:
-    ours, peer, tau = figures["ours", name, most], figures["peer", name, most], simulated(name)
+    ours, peer, tau = figures["ours", name, most["ours"]], figures["peer", name, most["peer"]], simulated(name)
     lengths.append((ours["acceptance_length"], tau, peer["acceptance_length"]))
     low, high = ours["acceptance_length_ci95"]
     served, tau, other = lengths[-1]
