@@ -96,3 +96,25 @@ def test_kill_9_of_the_trainer_while_they_are_written(writing):
     fit.finish()
     fit.assert_nothing_left()
     OUTCOMES.append(("trainer, SIGKILL", WRITING, "nothing left"))
+
+
+def test_kill_9_of_the_producer_while_another_rank_waits_for_the_prompts(writing):
+    fit = writing("--trainer.devices=2", "--trainer.strategy=ddp")
+    os.kill(fit.vllm_processes()[0], signal.SIGKILL)
+    status, seconds = fit.finish()
+    assert status == 1
+    assert "vLLM's producer" in fit.output() and "The last lines of" in fit.output()
+    fit.assert_nothing_left()
+    OUTCOMES.append(("2 ranks: vLLM producer, SIGKILL", WRITING, f"ended after {seconds:.1f} s with 1: reason"))
+
+
+def test_two_ranks_train_on_the_answers_to_prompts_of_a_producer_that_was_killed(writing):
+    fit = writing("--trainer.devices=2", "--trainer.strategy=ddp", "--data.batch.max_restarts=1")
+    os.kill(fit.vllm_processes()[0], signal.SIGKILL)
+    fit.succeed()
+    rows = (fit.run_dir / "self_prompts.jsonl").read_text().splitlines()
+    assert len(rows) == NUM_PROMPTS
+    ranks = [fit.rows(rank) for rank in (0, 1)]
+    samples = [sample for both in zip(*ranks, strict=True) for _, ids, _ in both for sample in ids]
+    assert samples == sorted(set(samples))
+    OUTCOMES.append(("2 ranks: vLLM producer, SIGKILL, a restart left", WRITING, "recovered: all prompts"))

@@ -2,16 +2,19 @@
 
 import json
 import shutil
+import threading
+from dataclasses import replace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from test_cli import config  # noqa: F401
-from test_datamodule import fit
+from test_datamodule import Recorder, fit, write_prompts
 from toy_engine import ToyDataModule
 from toy_target import make_target
 
 from eagle3_lightning.cli import main
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import ConfigError, SampleError
 from eagle3_lightning.options import (
     BatchOptions,
     CacheOptions,
@@ -21,8 +24,7 @@ from eagle3_lightning.options import (
     SynthesisOptions,
     TargetOptions,
 )
-from eagle3_lightning.prompts import own
-from eagle3_lightning.prompts.synthesis import write_prompts
+from eagle3_lightning.prompts import own, synthesis
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def written(monkeypatch):
     def write(extractor, info, chat, options, out):
         assert not out.exists()
         calls.append(options)
-        return write_prompts(extractor, info, chat, options, out)
+        return synthesis.write_prompts(extractor, info, chat, options, out)
 
     monkeypatch.setattr(own, "write_prompts", write)
     return calls
@@ -101,6 +103,24 @@ def test_an_engine_without_samples_to_make_ends_behind_the_prompts(make_data, tm
     assert data.num_engines == 1
     assert "vLLM has written the prompts and ends" in caplog.text
     assert torch.equal(made.weight, read.weight)
+
+
+def test_a_target_that_writes_too_few_ends_the_run_and_the_engine(make_data, tmp_path):
+    with pytest.raises(SampleError, match=r"too few usable prompts: 0 of 96 kept; thrown away: 96 short"):
+        fit(make_data(min_tokens=128))
+    assert not (tmp_path / "run/self_prompts.jsonl").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("eagle3-queue", "eagle3-hub")]
+
+
+def test_a_validation_beside_held_out_prompts_writes_none(make_data, written, tmp_path):
+    data = make_data()
+    data.prompts = replace(data.prompts, val=[write_prompts(tmp_path / "val.jsonl", 6)])
+    module = Recorder()
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.validate(module, data)
+    assert sum(map(len, module.val)) > 3
+    assert data.num_engines == 1
+    assert written == []
 
 
 OTHERS = [
