@@ -3,6 +3,7 @@
 Independent of vLLM: the tap tells it which requests a step ran, in row order, and from which position each.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ class StepRows:
     """The rows of one forward pass that belong to captured requests.
 
     Attributes:
-        source: [n] which rows of the step; None if all of them in order.
+        num_rows: rows of the step, wanted or not.
+        source: [n] which of them; None if all of them in order.
         dest: [n] their places in the arena.
         requests: [m, 4] of serial, first block, rows that its blocks can take and rows of its prompt, for every
             captured request of the step.
@@ -29,6 +31,7 @@ class StepRows:
         num_tokens: [m] rows of each.
     """
 
+    num_rows: int
     source: IntArray | None
     dest: IntArray
     requests: IntArray
@@ -37,6 +40,19 @@ class StepRows:
 
 
 _LIMIT, _PROMPT_TOKENS = 2, 3  # columns of `requests`
+
+
+def _joined(steps: Sequence[StepRows]) -> tuple[IntArray | None, IntArray]:
+    """Which rows of all steps together are wanted (None: all of them), and their places in the arena."""
+    dest = np.concatenate([step.dest for step in steps])
+    if all(step.source is None for step in steps):
+        return None, dest
+    starts = itertools.accumulate((step.num_rows for step in steps[:-1]), initial=0)
+    wanted = [
+        start + (np.arange(step.num_rows) if step.source is None else step.source)
+        for start, step in zip(starts, steps, strict=True)
+    ]
+    return np.concatenate(wanted), dest
 
 
 class RowWriter:
@@ -120,7 +136,8 @@ class RowWriter:
         slots, captured = self._slots(request_ids)
         if not captured.any():
             return None
-        if len(slots) == (num_all := int(num_tokens.sum())):  # one token each, as in most steps
+        num_all = int(num_tokens.sum())
+        if len(slots) == num_all:  # one token each, as in most steps
             slot, position = slots, first_position
         else:
             request = np.repeat(np.arange(len(slots)), num_tokens)
@@ -135,7 +152,7 @@ class RowWriter:
         dest = self._blocks[slot, block] * self._arena.layout.block_tokens + offset
         if not captured.all():
             slots, num_tokens, first_position = slots[captured], num_tokens[captured], first_position[captured]
-        return StepRows(source, dest, self._requests[slots], first_position, num_tokens)
+        return StepRows(num_all, source, dest, self._requests[slots], first_position, num_tokens)
 
     def _slots(self, request_ids: Sequence[str]) -> tuple[IntArray, NDArray[np.bool_]]:
         """[m] the table's row of each request, and whether it has one (else -1); as before for the same requests."""
@@ -145,16 +162,18 @@ class RowWriter:
             self._last_slots = slots, slots >= 0
         return self._last_slots
 
-    def write(self, step: StepRows, rows: Tensor | Sequence[Tensor], ids: IntArray, finite: NDArray[np.bool_]) -> None:
-        """Copy the rows of a step, then say in the headers that they are there.
+    def write(
+        self, steps: Sequence[StepRows], rows: Tensor | Sequence[Tensor], ids: IntArray, finite: NDArray[np.bool_]
+    ) -> None:
+        """Copy the rows of steps that followed each other, then say in the headers that they are there.
 
         The rows are the only torch operation: each gives Python's lock away and has to wait for it again, in turns with
         the thread that runs vLLM.
 
         Args:
-            step: from `plan`.
-            rows: [n, L, H], or L tensors [n, H], on the CPU; all rows of the step.
-            ids: [n] token ids that the step was fed.
+            steps: from `plan`.
+            rows: [n, L, H], or L tensors [n, H], on the CPU; all rows of the steps, one step after the other.
+            ids: [n] token ids that the steps were fed.
             finite: [n] whether all values of a row are finite.
         """
         parts = (
@@ -162,17 +181,19 @@ class RowWriter:
             if isinstance(rows, Tensor)
             else zip(self._arena.rows.unbind(1), rows, strict=True)
         )
-        dest = torch.from_numpy(step.dest)
+        source, places = _joined(steps)
+        dest = torch.from_numpy(places)
         for place, values in parts:
-            chosen = values if step.source is None else values.index_select(0, torch.from_numpy(step.source))
+            chosen = values if source is None else values.index_select(0, torch.from_numpy(source))
             place.index_copy_(0, dest, chosen)
-        chosen_rows = slice(None) if step.source is None else step.source
-        self._ids[step.dest] = ids[chosen_rows]
-        self._finite[step.dest] = finite[chosen_rows]
-        self._advance(step)
-        num_rows = int(step.num_tokens.sum())
-        num_prompt = int((step.requests[:, _PROMPT_TOKENS] - step.first_position).clip(0, step.num_tokens).sum())
-        self._counters += (num_prompt, num_rows - num_prompt, 1)
+        chosen_rows = slice(None) if source is None else source
+        self._ids[places] = ids[chosen_rows]
+        self._finite[places] = finite[chosen_rows]
+        for step in steps:
+            self._advance(step)
+            num_rows = int(step.num_tokens.sum())
+            num_prompt = int((step.requests[:, _PROMPT_TOKENS] - step.first_position).clip(0, step.num_tokens).sum())
+            self._counters += (num_prompt, num_rows - num_prompt, 1)
 
     def _advance(self, step: StepRows) -> None:
         # What is there already is read from the header, so that a step which was never written leaves its gap.

@@ -8,10 +8,11 @@ token ids, and puts the rows of captured requests into the arena. A request is c
 Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to 0.32.0, V1 and V2 model runners.
 """
 
+import itertools
 import os
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from queue import SimpleQueue as Queue
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 STAGE_TIMEOUT_S = 60.0
-NEXT_STEP_S = 0.02  # longest wait for it; rows of the last step before a pause come that much later
-STAGES = 3  # steps whose rows may be on their way to the arena at once
+STEPS_TOGETHER = 8  # whose rows are written at once
+PAUSE_S = 0.05  # without a step; rows of the last ones before it come up to twice that later
+STAGES = 3  # of rows that may be on their way to the arena
 
 
 class _TapMixin:
@@ -255,60 +257,99 @@ class _HostCopier:
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
         finite = torch.stack([layer.isfinite().all(dim=1) for layer in layers]).all(dim=0)
-        writer.write(step, layers, ids.numpy(), finite.numpy())
+        writer.write([step], layers, ids.numpy(), finite.numpy())
 
     def drain(self) -> None:
         """Nothing waits."""
 
 
 class _Stage:
-    """Pinned memory for the rows of one step, and the event behind their copy."""
+    """Pinned memory for the rows of steps that follow each other, and the event behind the last one's copy."""
 
     def __init__(self, num_tokens: int, layout: ArenaLayout) -> None:
         shape = (num_tokens, layout.num_layers, layout.hidden_size)
         self.rows = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
-        self.small = torch.empty(2 * num_tokens, dtype=torch.int32, pin_memory=True)
-        self.source: tuple[Tensor, Tensor] | None = None  # on the GPU, until they are copied
+        self.small = torch.empty(2 * num_tokens, dtype=torch.int32, pin_memory=True)  # of each step: ids, magnitudes
         self.event = torch.cuda.Event()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has been written."""
+        self.writer: RowWriter | None = None
+        self.steps: list[StepRows] = []
+        self.used = 0  # rows
+        self.last_s = 0.0  # when the last step was added
+        self.sources: list[tuple[Tensor, Tensor]] = []  # on the GPU, until they are copied
+
+    def add(self, writer: RowWriter, step: StepRows, rows: Tensor, small: Tensor) -> None:
+        """Queue the copy of a step's rows on the current stream."""
+        start, end = self.used, self.used + step.num_rows
+        self.rows[start:end].copy_(rows, non_blocking=True)
+        self.small[2 * start : 2 * end].copy_(small.view(-1), non_blocking=True)
+        self.event.record()
+        self.sources.append((rows, small))
+        self.steps.append(step)
+        self.writer, self.used, self.last_s = writer, end, time.monotonic()
+
+    def write(self) -> None:
+        """Wait for the copies and write the rows to the arena."""
+        self.event.synchronize()
+        small, starts = self.small.numpy(), itertools.accumulate((s.num_rows for s in self.steps), initial=0)
+        parts = [small[2 * n : 2 * n + 2 * s.num_rows].reshape(2, -1) for n, s in zip(starts, self.steps, strict=False)]
+        ids, largest = np.concatenate(parts, axis=1)
+        assert self.writer is not None
+        self.writer.write(self.steps, self.rows[: self.used], ids, np.isfinite(largest.view(np.float32)))
 
 
 class _DeviceCopier:
     """Stacks the states on the GPU, copies them to pinned memory on a side stream, writes them from a thread.
 
     The model's outputs may be static buffers of CUDA graphs, which the next step overwrites: what reads them is queued
-    on the main stream, before that step. The thread keeps the order of the steps, on which the arena relies.
+    on the main stream, before that step. The thread keeps the order of the steps, on which the arena relies. It takes
+    several steps at once: whenever it goes on, vLLM's thread has to let go of Python's lock and to wait for it again,
+    which in each step of a decoding batch would cost more than all the rest of the tap.
     """
 
     def __init__(self, layout: ArenaLayout, max_num_tokens: int, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._max_num_tokens = max_num_tokens
         self._free: Queue[_Stage] = Queue()
         for _ in range(STAGES):
             self._free.put(_Stage(max_num_tokens, layout))
-        self._full: Queue[tuple[_Stage, RowWriter, StepRows, int]] = Queue()
+        self._open: _Stage | None = None  # is being filled
+        self._full: Queue[_Stage] = Queue()
+        self._handing_over = threading.Lock()
         self._error: BaseException | None = None
         threading.Thread(target=self._write, name="eagle3-rows", daemon=True).start()
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
-        stage = self._free_stage()
-        num_rows = len(ids)
         rows = torch.stack(list(layers), dim=1)
-        small = torch.empty(2, num_rows, dtype=torch.int32, device=rows.device)
+        small = torch.empty(2, step.num_rows, dtype=torch.int32, device=rows.device)
         small[0].copy_(ids)
         # The largest magnitude of a row is finite if and only if the whole row is, and takes one kernel.
         largest = small[1].view(torch.float32)
-        torch.linalg.vector_norm(rows.view(num_rows, -1), ord=float("inf"), dim=1, dtype=torch.float32, out=largest)
+        torch.linalg.vector_norm(rows.flatten(1), ord=float("inf"), dim=1, dtype=torch.float32, out=largest)
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            stage.rows[:num_rows].copy_(rows, non_blocking=True)
-            stage.small[: 2 * num_rows].copy_(small.view(-1), non_blocking=True)
-            stage.event.record()
-        stage.source = rows, small
-        self._full.put((stage, writer, step, num_rows))
+        with self._handing_over, torch.cuda.stream(self._stream):
+            if self._open is not None and self._open.used + step.num_rows > self._max_num_tokens:
+                self._hand_over()
+            if self._open is None:
+                self._open = self._free_stage()
+            self._open.add(writer, step, rows, small)
+            if len(self._open.steps) == STEPS_TOGETHER:
+                self._hand_over()
 
     def drain(self) -> None:
         """Wait until every row is in its arena; no step may be under way."""
+        with self._handing_over:
+            self._hand_over()
         for stage in [self._free_stage() for _ in range(STAGES)]:
             self._free.put(stage)
+
+    def _hand_over(self) -> None:
+        if self._open is not None:
+            self._full.put(self._open)
+            self._open = None
 
     def _free_stage(self) -> _Stage:
         try:
@@ -321,19 +362,21 @@ class _DeviceCopier:
 
     def _write(self) -> None:
         torch.set_num_threads(1)  # others would spin for work beside vLLM's; threads that have used torch keep theirs
-        following = None
         while True:
-            stage, writer, step, num_rows = following or self._full.get()
-            following = None
             try:
-                stage.event.synchronize()
-                stage.source = None
-                # Between the end of a forward pass and the start of the next one the GPU waits for vLLM's Python, with
-                # which the writing takes turns. The next pass is under way when its rows are here.
-                with suppress(Empty):
-                    following = self._full.get(timeout=NEXT_STEP_S)
-                ids, largest = stage.small[: 2 * num_rows].numpy().reshape(2, num_rows)
-                writer.write(step, stage.rows[:num_rows], ids, np.isfinite(largest.view(np.float32)))
+                stage = self._full.get(timeout=PAUSE_S)
+            except Empty:
+                self._close_old()
+                continue
+            try:
+                stage.write()
             except BaseException as error:  # raised by the next copy, in the worker's main thread
                 self._error = error
+            stage.clear()
             self._free.put(stage)
+
+    def _close_old(self) -> None:
+        """vLLM may have nothing to do: what waits for the next step waits no longer."""
+        with self._handing_over:
+            if self._open is not None and time.monotonic() - self._open.last_s >= PAUSE_S:
+                self._hand_over()

@@ -81,7 +81,7 @@ class ToyEngine:
         fed = [t for name, c, f in zip(names, counts, firsts, strict=True) for t in self._running[name][1][f : f + c]]
         ids = torch.tensor(fed)
         rows = ids.to(self.arena.rows.dtype)[:, None, None].expand(len(fed), *self.arena.rows.shape[1:]).contiguous()
-        self._writer.write(step, rows, ids.numpy(), np.ones(len(fed), bool))
+        self._writer.write([step], rows, ids.numpy(), np.ones(len(fed), bool))
 
     def _finish(self, name: str) -> Finished:
         request, tokens, _ = self._running.pop(name)

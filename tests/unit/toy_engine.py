@@ -122,7 +122,7 @@ class ToyExtractor:
         step = writer.plan([name], np.array([num_rows]), np.array([0]))
         assert step is not None
         fed = ids[:num_rows]
-        writer.write(step, states(fed), np.array(fed), np.ones(num_rows, dtype=bool))
+        writer.write([step], states(fed), np.array(fed), np.ones(num_rows, dtype=bool))
         writer.forget(name)
         spans = [(len(submit.prompt_ids), len(ids))] if made else submit.spans
         return Sample(submit.serial, submit.stream, submit.index, submit.name, ids, len(submit.prompt_ids), spans,
