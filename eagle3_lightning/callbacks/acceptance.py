@@ -143,6 +143,7 @@ class AcceptanceCallback(Callback):
             num_speculative_tokens=[] if self.num_speculative_tokens is None else [self.num_speculative_tokens],
             concurrency=[self.concurrency],
             max_new_tokens=self.max_new_tokens,
+            check_rounding=False,  # it would be as much work again as the target alone
             max_prompts=[] if self.max_prompts is None else [self.max_prompts],
             chat_template_kwargs={} if data is None else data.prompts.chat_template_kwargs,
             trust_remote_code=pl_module.target_options.trust_remote_code,

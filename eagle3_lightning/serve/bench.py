@@ -16,7 +16,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.engine_args import check_reserved, engine_arguments
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
-from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend
+from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend, repeat_figures, rounding_nats
 from eagle3_lightning.summary import read_summary
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class BenchOptions:
         max_prompts: run only the first so many prompts of a file: one number, or one for each concurrency, since few
             requests at once need far longer for as many prompts. Empty runs all.
         log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
+        check_rounding: run the target alone a second time, at the highest concurrency and with the prompts in the
+            opposite order, to see what rounding alone changes in 16 bits; false relies on rules of thumb.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
         trust_remote_code: let Transformers and vLLM run code that the target brings.
         engine: the engine's options; `max_model_len` and `max_num_seqs` follow from the prompts and the concurrency.
@@ -53,6 +55,7 @@ class BenchOptions:
     max_new_tokens: int = 128
     max_prompts: list[int] = field(default_factory=list)
     log_dir: Path | None = None
+    check_rounding: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -105,22 +108,30 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     # A round may write past the answer's end, so the longest round needs room too.
     room_tokens = options.max_new_tokens + max(depths) + 1
     rendered = _render(options, target, room_tokens)
-    most = options.max_prompts if len(options.max_prompts) > 1 else [None] * len(options.concurrency)
-    tasks = [
-        Task(file.name, rendered[file][:limit], number)
-        for number, limit in zip(options.concurrency, most, strict=True)
-        for file in rendered
-    ]
+    tasks = _tasks(options, rendered)
+    most_at_once = max(options.concurrency)
     files = [str(file) for _ in options.concurrency for file in rendered]
     runner = _Runner(options, str(target.path), tasks, room_tokens, on_progress)
     drafted = {depth: runner.run(depth, tasks) for depth in depths}
     judged = [
-        msgspec.structs.replace(task, judge=[Outputs(str(k), run.passes[i].tokens) for k, run in drafted.items()])
+        msgspec.structs.replace(
+            task,
+            judge=[Outputs(str(k), run.passes[i].tokens) for k, run in drafted.items()],
+            repeat=options.check_rounding
+            and options.engine.dtype != "float32"
+            and 1 < task.concurrency == most_at_once,
+        )
         for i, task in enumerate(tasks)
     ]
     plain = runner.run(None, judged)
+    repeats = [
+        repeat_figures(file, alone)
+        for file, alone in zip(files, plain.passes, strict=True)
+        if alone.repeat_differences is not None
+    ]
+    nats = rounding_nats(plain.dtype, repeats)
     figures = [
-        draft_figures(depth, file, with_draft, alone, alone.differences[str(depth)], plain.dtype)
+        draft_figures(depth, file, with_draft, alone, alone.differences[str(depth)], nats)
         for depth, result in drafted.items()
         for file, with_draft, alone in zip(files, result.passes, plain.passes, strict=True)
     ]
@@ -136,7 +147,18 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
         figures=figures,
         recommended=recommend(figures),
         lossless=all(figure.real_differences == 0 for figure in figures),
+        repeats=repeats,
     )
+
+
+def _tasks(options: BenchOptions, rendered: dict[Path, list[list[int]]]) -> list[Task]:
+    """Every file at every concurrency, with as many prompts as are asked for there."""
+    most = options.max_prompts if len(options.max_prompts) > 1 else [None] * len(options.concurrency)
+    return [
+        Task(file.name, rendered[file][:limit], number)
+        for number, limit in zip(options.concurrency, most, strict=True)
+        for file in rendered
+    ]
 
 
 def _render(options: BenchOptions, target: "TargetInfo", room_tokens: int) -> dict[Path, list[list[int]]]:

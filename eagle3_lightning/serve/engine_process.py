@@ -77,7 +77,14 @@ def main(job_file: str, events_fd: int) -> None:
         for other in task.judge:
             events.send("comparing outputs", 0, 1)
             differences[other.name] = judge(llm, task.prompts, other, result.tokens)
-        passes.append(msgspec.structs.replace(result, differences=differences))
+        repeated = None
+        if task.repeat:
+            backwards = msgspec.structs.replace(task, prompts=task.prompts[::-1])
+            again = run_pass(
+                llm, backwards, job.max_new_tokens, lambda done, total=total: events.send("once more", done, total)
+            )
+            repeated = judge(llm, task.prompts, Outputs("repeat", again.tokens[::-1]), result.tokens)
+        passes.append(msgspec.structs.replace(result, differences=differences, repeat_differences=repeated))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     report = EngineResult(vllm.__version__, device, dtype, start_s, passes)

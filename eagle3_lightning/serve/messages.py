@@ -46,12 +46,15 @@ class Task(msgspec.Struct, frozen=True):
         prompts: token ids.
         concurrency: requests in flight.
         judge: outputs of other runs, to be compared with this engine's own.
+        repeat: run the prompts once more, in the opposite order, and compare with that as well: other batches, and
+            nothing else that is different.
     """
 
     name: str
     prompts: list[list[int]]
     concurrency: int
     judge: list[Outputs] = []
+    repeat: bool = False
 
 
 class EngineJob(msgspec.Struct, frozen=True):
@@ -87,6 +90,7 @@ class Pass(msgspec.Struct, frozen=True):
         accepted_tokens: of these accepted.
         accepted_per_position: accepted at each draft position.
         differences: by name of the other run.
+        repeat_differences: of the task's repetition, if there was one.
     """
 
     concurrency: int
@@ -98,6 +102,7 @@ class Pass(msgspec.Struct, frozen=True):
     accepted_tokens: int
     accepted_per_position: list[int]
     differences: dict[str, list[Difference]] = {}
+    repeat_differences: list[Difference] | None = None
 
     @property
     def num_tokens(self) -> int:
