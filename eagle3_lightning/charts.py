@@ -48,7 +48,7 @@ def line_chart(chart: Chart) -> str:
         chart: at least one line, each with points.
     """
     title, lines, x_label = chart.title, chart.lines, chart.x_label
-    xs = [x for line in lines for x, _ in line.drawn]
+    xs = [0.0, *(x for line in lines for x, _ in line.drawn)]  # one point alone has its place, too
     ys = [y for line in lines for _, y in line.drawn]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     scale = _Scale(min(xs), max(xs), y_ticks[0], y_ticks[-1])
