@@ -65,6 +65,7 @@ class BenchOptions:
         for name, values in (
             ("--num-speculative-tokens", self.num_speculative_tokens),
             ("--concurrency", self.concurrency),
+            ("--max-new-tokens", [self.max_new_tokens]),
         ):
             if any(value < 1 for value in values) or len(set(values)) < len(values):
                 raise ConfigError(

@@ -147,6 +147,7 @@ def test_the_message_says_what_to_do() -> None:
         ([*EXPORT, "--target_name", ""], "--target_name = ''"),
         ([*EXPORT, "--target="], "--target = ''"),
         ([*BENCH, "--max-prompts", "0"], "--max-prompts = [0]"),
+        ([*BENCH, "--max-new-tokens", "0"], "--max-new-tokens = [0]"),
         ([*BENCH, "--target="], "--target = ''"),
         ([*BENCH, "--engine.kv_cache_gib", "0"], "engine.kv_cache_gib = 0"),
     ],
