@@ -29,9 +29,9 @@ from eagle3_lightning.stream.hub import Hub
 from eagle3_lightning.stream.messages import Ready, Sampling
 from eagle3_lightning.stream.queue import QueueHandle, SampleQueue
 from eagle3_lightning.target import TargetInfo
+from eagle3_lightning.vllm_log import log_tail
 
 log = logging.getLogger(__name__)
-LOG_TAIL_LINES = 30
 SHUTDOWN_TIMEOUT_S = 10.0
 TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0
@@ -253,7 +253,7 @@ class Extractor:
                 return
             if not was_ready or restarts >= self._max_restarts:
                 limit = f" after {restarts} restarts" if restarts else ""
-                self._hub.fail(f"{fault}{limit}. The last lines of {self.log_path}:\n{self._log_tail()}")
+                self._hub.fail(f"{fault}{limit}.{log_tail(self.log_path, self._log_start_bytes)}")
                 return
             restarts += 1
             log.warning("%s; restart %d of %d", fault, restarts, self._max_restarts)
@@ -299,12 +299,6 @@ class Extractor:
         unlink_shared_memory(group, self._private_dir)  # of workers that were just starting
         process.poll()
         self._ended_group = None if left else group
-
-    def _log_tail(self) -> str:
-        with self.log_path.open("rb") as log_file:
-            log_file.seek(self._log_start_bytes)
-            lines = log_file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 def _engine_settings(

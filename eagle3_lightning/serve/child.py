@@ -17,9 +17,9 @@ from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.watchdog import kill_group, unlink_shared_memory, wait_group
 from eagle3_lightning.serve.messages import DONE, START_STAGES, EngineJob, EngineResult, Progress
+from eagle3_lightning.vllm_log import log_tail
 
 TERM_TIMEOUT_S = 10.0
-LOG_TAIL_LINES = 30
 MAX_SOCKET_DIR_BYTES = 107 - len("/") - 36  # a socket's path has at most 107 bytes, and vLLM appends a UUID
 
 
@@ -133,9 +133,3 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         kill_group(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # it hangs in the driver, and ends when that lets go of it
         process.wait(TERM_TIMEOUT_S)
-
-
-def log_tail(log_file: Path, num_lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, introduced by its name, for the end of an error message."""
-    lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
-    return f" The last lines of {log_file}:\n" + "\n".join(f"  {line}" for line in lines)

@@ -123,6 +123,17 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         run_engine(job, label="broken", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
 
 
+def test_what_an_engine_core_of_its_own_process_died_of_is_named(tmp_path: Path) -> None:
+    job = engine_job()
+    job = msgspec.structs.replace(
+        job,
+        engine=job.engine | {"num_gpu_blocks_override": 1},
+        env=job.env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    with pytest.raises(ProducerError, match=r"The first error in .*log: ValueError: No available memory for the cache"):
+        run_engine(job, label="broken", log_file=tmp_path / "log", start_timeout_s=300, step_timeout_s=300)
+
+
 def test_a_deadline_names_the_engine_and_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is stopped in its import: how fast this machine is makes no difference."""
     monkeypatch.setattr(child, "TERM_TIMEOUT_S", 1.0)  # which a stopped process does not hear
