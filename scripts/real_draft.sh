@@ -2,13 +2,16 @@
 # A real draft on a real GPU, beside speculators 0.9.0's own trainer on the same samples.
 #
 #   scripts/real_draft.sh ours PROMPTS.jsonl     one run of `eagle3 fit`: writes its prompts, makes its samples, trains
-#   scripts/real_draft.sh peer [SECONDS]         `speculators train` on the samples that it left on disk, for as long as
+#   scripts/real_draft.sh trial                  compiles `speculators train`, then finds out how fast it is
+#   scripts/real_draft.sh peer [SECONDS]         `speculators train` on the samples that ours left on disk, for as long as
 #                                                the whole run of ours took (its start-up and generation counted for it)
 #   scripts/real_draft.sh bench ours|peer EVAL.jsonl ...   either draft in vLLM, 5 tokens, temperature 0
 #   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
 #   scripts/real_draft.sh table                            what the stages above have left, as Markdown
 #
-# TRIAL: seconds in which peer finds out how fast it is (150).
+# TRIAL: seconds of the second part of trial (90; the first ends by itself, or after 300). PEER_LOSS: forms of its loss to
+# try (fused eager). The first is its default and does not compile everywhere (torch 2.11); the second computes the same.
+# PEER_ARGS: more of its options.
 # CONCURRENCY (32; several with a space between), MAX_PROMPTS (all; one for each of them) and BENCH_ARGS are for bench.
 # OUT (runs/smollm2_real), SAMPLES (.cache/samples/smollm2_real) and TARGET (.cache/target/smollm2-135m) can be set.
 set -euo pipefail
@@ -23,11 +26,12 @@ ours() {
     "$python" -m eagle3_lightning fit --config configs/smollm2_real.yaml --target.path "$target" --run_dir "$out" \
         --data.cache.dir "$samples" --data.prompts.train "[$1, self]" ${FIT_ARGS:-}
     echo $((SECONDS - started)) >"$out/wall_s"
+    rm -f "$out/peer_speed"
     echo "ours: $(cat "$out/wall_s") s, start-up and generation included"
 }
 
-peer() {
-    local seconds=${1:-$(cat "$out/wall_s")}
+trial() {
+    local loss works=
     # The same draft vocabulary: ours, in the form that it reads.
     "$python" - "$out/export/model.safetensors" "$out" <<'PYTHON'
 import sys
@@ -37,41 +41,79 @@ with safe_open(sys.argv[1], "numpy") as tensors:
     for name in ("d2t", "t2d"):
         np.save(f"{sys.argv[2]}/{name}.npy", tensors.get_tensor(name))
 PYTHON
-    # Its schedule wants to know in how many steps it ends. Compiled code is kept from the trial.
-    {
-        echo start
-        train_peer "${TRIAL:-150}" peer_trial --log-freq 10
-    } | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/trial.log"
-    local steps
-    steps=$("$python" - "$out/trial.log" "$seconds" <<'PYTHON'
+    # Three steps and a validation, which compile what the later runs then find in the caches.
+    for loss in ${PEER_LOSS:-fused eager}; do
+        if train_peer 300 peer_compile --loss-implementation "$loss" --epochs 1 --max-steps 3; then
+            works=$loss
+            break
+        fi
+        peer_failed peer_compile "it does not train with the $loss loss"
+    done
+    [ -n "$works" ] || exit 1
+    train_peer "${TRIAL:-90}" peer_trial --loss-implementation "$loss" --log-freq 10 || true
+    if ! peer_speed "$loss" "$out/peer_trial.log" >"$out/peer_speed"; then
+        rm "$out/peer_speed"
+        peer_failed peer_trial "the trial came to nothing"
+        exit 1
+    fi
+    echo "trial: $(cat "$out/peer_speed") (loss, steps/s, seconds until the first step)"
+}
+
+# From the trial's log: the speed of its second half, epochs' ends and validations included.
+peer_speed() {
+    "$python" - "$@" <<'PYTHON'
 import re
 import sys
-log, seconds = open(sys.argv[1]).read(), int(sys.argv[2])
-seen = [(int(m[1]), int(m[2])) for m in re.finditer(r"^(\d+) .*?'?global_step'?\W+(\d+)", log, re.M)]
-(middle_s, before), (end_s, last) = seen[len(seen) // 2], seen[-1]
-print(int((last - before) / (end_s - middle_s) * (seconds - (seen[0][0] - int(log.split()[0])))))
+loss, log = sys.argv[1], open(sys.argv[2]).read()
+seen = [(int(m[1]), int(m[2])) for m in re.finditer(r"^(\d+) .*\bglobal_step=(\d+)", log, re.M)]
+(middle_s, before), (end_s, last) = (seen[len(seen) // 2], seen[-1]) if seen else ((0, 0), (0, 0))
+if end_s == middle_s:
+    sys.exit(f"peer: {len(seen)} lines of the trial's log name a step: too few (TRIAL, in seconds, makes it longer)")
+print(loss, f"{(last - before) / (end_s - middle_s):.3f}", seen[0][0] - int(log.split()[0]))
 PYTHON
-    )
-    echo "peer: $steps steps are expected of $seconds s"
-    train_peer "$seconds" peer --log-freq 100 --scheduler-total-steps "$steps"
+}
+
+peer() {
+    local seconds=${1:-$(cat "$out/wall_s")} loss speed start steps
+    [ -e "$out/peer_speed" ] || trial
+    read -r loss speed start <"$out/peer_speed"
+    # Its schedule wants to know in how many steps it ends.
+    steps=$(awk "BEGIN { print int($speed * ($seconds - $start)) }")
+    echo "peer: $steps steps are expected of $seconds s, $loss loss"
+    train_peer "$seconds" peer --loss-implementation "$loss" --log-freq 100 --scheduler-total-steps "$steps" || true
+    # The last file that it writes. Without it only the first epoch's draft is there.
+    if [ ! -e "$out/peer/interrupted/scheduler_state_dict.pt" ]; then
+        peer_failed peer "no draft was saved at the end"
+        exit 1
+    fi
+    echo "peer: last logged $(grep -o 'global_step=[0-9]*' "$out/peer.log" | tail -n 1) of $steps; $out/peer/interrupted"
+}
+
+peer_failed() {
+    echo "peer: $2; the end of $out/$1.log:" >&2
+    tail -n 15 "$out/$1.log" | cut -c -300 >&2
 }
 
 # Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted. On
-# SIGTERM it saves and ends.
+# SIGTERM it saves and ends; its loaders' workers must not get the signal (--foreground): their death would end the saving.
 train_peer() {
     local seconds=$1 where=$2
     shift 2
-    COLUMNS=2000 timeout --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train --speculator-type eagle3 \
-        --verifier-name-or-path "$(realpath "$target")" --data-path "$samples/train" --on-missing skip \
-        --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" --t2d-path "$out/t2d.npy" \
-        --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 --save-path "$out/$where" "$@" \
-        ${PEER_ARGS:-} 2>&1 || [ $? -eq 124 ]
+    rm -rf "${out:?}/$where" # or it goes on from there
+    {
+        echo start
+        COLUMNS=2000 timeout --foreground --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train \
+            --speculator-type eagle3 --verifier-name-or-path "$(realpath "$target")" --data-path "$samples/train" \
+            --on-missing skip --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" \
+            --t2d-path "$out/t2d.npy" --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 \
+            --save-path "$out/$where" "$@" ${PEER_ARGS:-} 2>&1
+    } | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/$where.log"
 }
 
 bench() {
     local side=$1 draft
     shift
-    if [ "$side" = ours ]; then draft=$out/export; else draft=$(ls -dt "$out"/peer/*/ | head -1); fi
+    if [ "$side" = ours ]; then draft=$out/export; else draft=$out/peer/interrupted; fi
     "$python" -m eagle3_lightning bench --draft "$draft" --target "$target" --prompts "$@" --num-speculative-tokens 5 \
         --concurrency ${CONCURRENCY:-32} ${MAX_PROMPTS:+--max-prompts $MAX_PROMPTS} --max-new-tokens 256 ${BENCH_ARGS:-} \
         --json >"$out/bench_$side.json"
@@ -138,6 +180,6 @@ for side, report in sides.items():
 PYTHON
 }
 
-command=${1:?ours, peer, bench, simulate or table}
+command=${1:?ours, trial, peer, bench, simulate or table}
 shift
 "$command" "$@"
