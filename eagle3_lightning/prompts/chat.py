@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.prompts.records import Message, Record, RecordError
 from eagle3_lightning.prompts.spans import PROBE, Spans, assistant_spans
@@ -152,7 +150,7 @@ class ChatTokenizer:
         """
         if record.messages is None:
             ids = self._plain(record)
-            return ids, runs(torch.tensor(record.loss_mask)) if record.loss_mask is not None else [(0, len(ids))]
+            return ids, runs(record.loss_mask) if record.loss_mask is not None else [(0, len(ids))]
         messages = record.messages
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
@@ -224,7 +222,7 @@ class ChatTokenizer:
             )
         except Exception as error:
             raise RecordError(record.where, f"the chat template refuses the conversation ({error})") from error
-        return list(out["input_ids"]), runs(torch.tensor(out["assistant_masks"]).bool())
+        return list(out["input_ids"]), runs(out["assistant_masks"])
 
     def _encode_with_spans(self, text: str, chars: Spans) -> tuple[list[int], Spans]:
         """Encode a text; a token is in a span if all its characters are."""
@@ -240,7 +238,7 @@ class ChatTokenizer:
             while first >= end and end < len(text):
                 start, end = next(spans, (len(text), len(text)))
             mask[token] = start <= first < stop <= end
-        return list(encoded["input_ids"]), runs(torch.tensor(mask))
+        return list(encoded["input_ids"]), runs(mask)
 
     def _tokens_before(self, text: str, at: int, ids: list[int]) -> int:
         """Tokens of `text` before character `at`, for tokenizers in Python, which give no offsets."""

@@ -75,7 +75,7 @@ def preview_batch(batch: Eagle3Batch, chat: ChatTokenizer) -> list[Preview]:
     for number, index in enumerate(batch.sample_ids):
         here = batch.doc == number
         ids, mask = batch.ids[here].tolist(), batch.mask[here]
-        pieces = list(_pieces(chat, ids, runs(mask)))
+        pieces = list(_pieces(chat, ids, runs(mask.numpy())))
         previews.append(Preview(f"sample {index}", len(ids) + 1, int(mask.sum()), pieces))
     return previews
 

@@ -236,8 +236,12 @@ class BlockPool:
 def copy_bits(source: Tensor, dest: Tensor) -> None:
     """Copy between tensors of one dtype on the CPU, in this thread alone: torch would wake all of its own for it."""
     assert source.dtype == dest.dtype, f"the bits of {source.dtype} mean something else in {dest.dtype}"
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dest.itemsize]
-    np.copyto(dest.view(kind).numpy(), source.view(kind).numpy())
+    np.copyto(as_bits(dest), as_bits(source))
+
+
+def as_bits(values: Tensor) -> np.ndarray:
+    """A tensor's memory as integers of its values' size."""
+    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[values.itemsize]).numpy()
 
 
 def available_memory_bytes() -> int:

@@ -11,31 +11,31 @@ is one scale for each token, in `hidden_states_scales`, and no correction.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3_lightning.errors import SampleError
-from eagle3_lightning.stream.arena import copy_bits
+from eagle3_lightning.stream.arena import as_bits, copy_bits
 from eagle3_lightning.stream.messages import Stream
-from eagle3_lightning.stream.packer import supervised
-from eagle3_lightning.stream.sample import FinishedSample
+from eagle3_lightning.stream.sample import FinishedSample, supervised
+from eagle3_lightning.stream.tensor_file import TensorFile
 
 _FP8 = torch.float8_e4m3fn
 _LAST_AMPLITUDE = 32.0  # fp8 has one scale for all layers of a token: bring the last to where the others are
 _INTS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-_EXACT = ("last_normed", "last_correction")  # one of them is in a file of ours that is not fp8
+_ROWS = ("hidden_states", "hidden_states_scales", "last_normed", "last_correction")  # tensors of one row a token
 _CHUNK_VALUES = 32_000  # stays in the caches, and below where torch wakes its other threads for an operation
-_BYTES = np.arange(256, dtype=np.uint32)
-_FOUR_STEPS = (_BYTES & 3) | (_BYTES & 12) << 6 | (_BYTES & 48) << 12 | (_BYTES & 192) << 18  # a byte: four of two bits
+_STEPS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3) - 1
+_FOUR_STEPS = _STEPS.astype(np.int8).view(np.uint32)[:, 0]  # of a byte: its four times two bits, less one
 
 
 class SampleFileError(SampleError, ValueError):
@@ -65,12 +65,17 @@ class FinalNorm:
         return torch.where(self.weight == 0, normed.float(), normed.float() / self.weight).to(normed.dtype)
 
     def redo(self, undone: Float[Tensor, "S H"]) -> Float[Tensor, "S H"]:
-        """What `undo` came from, up to rounding."""
-        return (undone.float() * self.weight).to(undone.dtype)
+        """What `undo` came from, up to rounding.
+
+        In chunks that one thread works on, and with one call for all of them: each gives Python's lock away.
+        """
+        values, size = _converted(undone, torch.float32, copy=True), _chunk_rows(undone)
+        torch._foreach_mul_(values.split(size), [self.weight] * -(-len(values) // size))
+        return _converted(values, undone.dtype)
 
 
 class StoredSample:
-    """A sample on disk, with the face of a FinishedSample: facts at hand, rows read when they are copied."""
+    """A sample on disk, with the face of a FinishedSample: facts at hand, rows read when they are asked for."""
 
     def __init__(self, path: Path, stream: Stream, index: int, norm: FinalNorm, dtype: torch.dtype) -> None:
         """Read the facts.
@@ -86,48 +91,90 @@ class StoredSample:
             SampleFileError: missing, cut short, or without one of the tensors.
         """
         self.path, self.stream, self.index = path, stream, index
-        self._norm, self.dtype = norm, dtype
-        self._tensors: dict[str, Tensor] | None = None
+        self.norm, self.dtype = norm, dtype
         try:
-            with safe_open(path, framework="pt") as file:
-                facts = file.metadata() or {}
-                self.token_ids: list[int] = file.get_tensor("token_ids").tolist()
-                self.num_rows, self.num_layers, self.hidden_size = file.get_slice("hidden_states").get_shape()
-                mask = file.get_tensor("loss_mask").bool() if "loss_mask" in file.keys() else None  # noqa: SIM118
-            self.prompt_tokens = int(facts.get("prompt_tokens", 0))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise SampleFileError(f"{path}: {error}") from error
-        if len(self.token_ids) != self.num_rows:
-            raise SampleFileError(f"{path}: {len(self.token_ids)} token ids and {self.num_rows} rows")
+            self.file = TensorFile(path, ("token_ids", "loss_mask"))
+            self.num_rows, self.num_layers, self.hidden_size = self.file["hidden_states"].shape
+            token_ids = self.file.values("token_ids")
+            mask = self.file.values("loss_mask").astype(bool) if "loss_mask" in self.file.entries else None
+            self.prompt_tokens = int(self.file.metadata.get("prompt_tokens", 0))
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
+        if token_ids.shape != (self.num_rows,):
+            raise SampleFileError(f"{path}: {token_ids.size} token ids and {self.num_rows} rows")
         if mask is not None and mask.shape != (self.num_rows,):
             raise SampleFileError(f"{path}: a loss mask of {list(mask.shape)} for {self.num_rows} rows")
-        self.name = facts.get("name", path.stem)
-        self.finish_reason = facts.get("finish_reason", "stop")
+        found = {name: entry for name, entry in self.file.entries.items() if name in _ROWS}
+        self.tensors = dict(sorted(found.items(), key=lambda item: item[1].start))
+        if wrong := [name for name, entry in self.tensors.items() if entry.shape[:1] != (self.num_rows,)]:
+            raise SampleFileError(f"{path}: its {wrong[0]} are not of {self.num_rows} rows")
+        self.token_ids: list[int] = token_ids.tolist()
+        self.name = self.file.metadata.get("name", path.stem)
+        self.finish_reason = self.file.metadata.get("finish_reason", "stop")
         self.spans = runs(mask) if mask is not None else []
 
-    def rows(self) -> Float[Tensor, "S L H"]:
-        """The states: auxiliary layers ascending, then the last layer after the final norm."""
-        out = torch.empty(self.num_rows, self.num_layers, self.hidden_size, dtype=self.dtype)
-        self.copy_rows(0, slice(None), out)
-        return out
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Alike for samples whose rows can be read as if they were those of one; see `read_slots`."""
+        return tuple((name, entry.dtype, entry.shape[1:]) for name, entry in self.tensors.items())
 
-    def copy_rows(self, start: int, layers: slice, out: Float[Tensor, "S L H"]) -> None:
-        """Copy the states of tokens start .. start + S - 1, only `layers` of them, into `out`.
+    def rows(self) -> Float[Tensor, "S L H"]:
+        """The states: auxiliary layers ascending, then the last layer after the final norm.
 
         Raises:
-            SampleFileError: the file is gone by now.
+            SampleFileError: the file is gone by now, or another.
         """
-        if self._tensors is None:
-            try:
-                with safe_open(self.path, framework="pt") as file:
-                    self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
-                raise SampleFileError(f"{self.path}: {error}") from error
-        _decode(self._tensors, self._norm, start, layers, out)
+        return _read_rows([self])
 
     def release(self) -> None:
-        """Forget the rows."""
-        self._tensors = None
+        """Nothing is held."""
+
+
+def read_slots(
+    samples: Sequence[StoredSample], features: Float[Tensor, "T A H"], teacher: Float[Tensor, "T H"]
+) -> None:
+    """Fill the slots of samples of one form, end to end: of each, all rows but the last, and all but the first.
+
+    All at once, since every call gives Python's lock away, and the training step beside it waits to have it back.
+
+    Raises:
+        SampleFileError: a file is gone by now, or another.
+    """
+    rows = _read_rows(samples)
+    num_layers, hidden_size = rows.shape[1:]
+    ends = np.cumsum([sample.num_rows for sample in samples])
+    is_first, is_last = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
+    is_first[0], is_first[ends[:-1]], is_last[ends - 1] = True, True, True
+    vectors = as_bits(rows).reshape(-1, hidden_size)  # a row of one layer each
+    aux = np.flatnonzero(~is_last)[:, None] * num_layers + np.arange(features.shape[1])
+    last = np.flatnonzero(~is_first) * num_layers + num_layers - 1
+    for index, out in ((aux.ravel(), features), (last, teacher)):
+        np.take(vectors, index, axis=0, out=as_bits(out).reshape(-1, hidden_size), mode="clip")  # `raise` copies twice
+
+
+def _read_rows(samples: Sequence[StoredSample]) -> Float[Tensor, "R L H"]:
+    """The rows of samples of one form, end to end."""
+    num_rows, entries = sum(sample.num_rows for sample in samples), samples[0].tensors
+    row_bytes = {name: entry.dtype.itemsize * prod(entry.shape[1:]) for name, entry in entries.items()}
+    buffers = {name: np.empty(num_rows * size, np.uint8) for name, size in row_bytes.items()}
+    start = 0
+    for sample in samples:
+        end = start + sample.num_rows
+        parts = [(name, buffers[name][start * size : end * size].data) for name, size in row_bytes.items()]
+        try:
+            sample.file.read_into(parts)
+        except (OSError, ValueError) as error:
+            raise _unreadable(sample.path, error) from error
+        start = end
+    tensors = {
+        name: torch.from_numpy(buffer).view(entries[name].dtype).view(num_rows, *entries[name].shape[1:])
+        for name, buffer in buffers.items()
+    }
+    return _decode(tensors, samples[0].norm, samples[0].dtype)
+
+
+def _unreadable(path: Path, error: Exception) -> SampleFileError:
+    return SampleFileError(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
 
 
 def write_sample(path: Path, sample: FinishedSample | StoredSample, norm: FinalNorm, fp8: bool) -> int:
@@ -135,7 +182,7 @@ def write_sample(path: Path, sample: FinishedSample | StoredSample, norm: FinalN
     num_rows = sample.num_rows
     tensors = _encode(sample.rows(), norm, fp8)
     tensors["token_ids"] = torch.tensor(sample.token_ids[:num_rows])
-    tensors["loss_mask"] = supervised(sample.spans, num_rows)
+    tensors["loss_mask"] = torch.from_numpy(supervised(sample.spans, num_rows))
     facts = {"name": sample.name, "prompt_tokens": str(sample.prompt_tokens), "finish_reason": sample.finish_reason}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     save_file(tensors, partial, metadata=facts)
@@ -144,11 +191,12 @@ def write_sample(path: Path, sample: FinishedSample | StoredSample, norm: FinalN
     return size_bytes
 
 
-def runs(mask: Tensor) -> list[tuple[int, int]]:
+def runs(mask: np.ndarray | Sequence[bool]) -> list[tuple[int, int]]:
     """[start, end) of each run of True."""
-    edges = torch.diff(mask.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
-    starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-    return list(zip(starts, ends, strict=True))
+    padded = np.zeros(len(mask) + 2, bool)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _encode(rows: Float[Tensor, "S L H"], norm: FinalNorm, fp8: bool) -> dict[str, Tensor]:
@@ -162,7 +210,7 @@ def _encode(rows: Float[Tensor, "S L H"], norm: FinalNorm, fp8: bool) -> dict[st
     copy_bits(rows[:, :-1], states[:, :-1])
     packed = torch.empty(num_rows, -(-hidden_size // 4), dtype=torch.uint8)
     fits, kind = True, _INTS[rows.dtype]
-    for here in _chunks(num_rows, hidden_size):
+    for here in _chunks(num_rows, _chunk_rows(normed)):
         values = normed[here].contiguous()
         undone = norm.undo(values)
         states[here, -1] = undone
@@ -173,47 +221,45 @@ def _encode(rows: Float[Tensor, "S L H"], norm: FinalNorm, fp8: bool) -> dict[st
     return {"hidden_states": states, **exact}
 
 
-def _decode(
-    tensors: dict[str, Tensor], norm: FinalNorm, start: int, layers: slice, out: Float[Tensor, "S L H"]
-) -> None:
-    """Fill `out` with rows of a file's tensors, from row `start` on, and these layers of them.
+def _decode(tensors: dict[str, Tensor], norm: FinalNorm, dtype: torch.dtype) -> Float[Tensor, "S L H"]:
+    """Rows from the tensors of a file, whose memory they may take over.
 
-    In one thread and in chunks: several samples are read at once, see `assemble`.
+    In one thread, see `_chunk_rows`, and with few calls, each of which gives Python's lock away.
     """
-    end = start + len(out)
-    states = tensors["hidden_states"][start:end]
-    scales = tensors["hidden_states_scales"][start:end] if "hidden_states_scales" in tensors else None
-    chosen = range(states.shape[1])[layers]
-    has_last = chosen[-1] == states.shape[1] - 1
-    if scales is None:
-        num_plain = len(chosen) - has_last
-        plain, dest = states[:, layers][:, :num_plain], out[:, :num_plain]
-        if plain.dtype == dest.dtype:
-            copy_bits(plain, dest)
-        else:  # states made elsewhere, in another precision than this run's
-            dest.copy_(plain)
-        if not has_last:
-            return
-    exact = {name: tensors[name][start:end] for name in _EXACT if name in tensors}
-    for here in _chunks(len(out), states.shape[2] * (1 if scales is None else len(chosen))):
-        if scales is not None:
-            out[here] = states[here, layers].float() * scales[here].float()
-        if has_last:
-            last = states[here, -1] if scales is None else out[here, -1]
-            out[here, -1] = _normed({name: tensor[here] for name, tensor in exact.items()}, last, norm)
+    states = tensors["hidden_states"]
+    if "hidden_states_scales" in tensors:
+        values = _converted(states, torch.float32)
+        size = _chunk_rows(values)
+        torch._foreach_mul_(values.split(size), tensors["hidden_states_scales"].float().split(size))
+        states = _converted(values, dtype)
+    last = states[:, -1]
+    if "last_normed" in tensors:
+        copy_bits(tensors["last_normed"], last)
+    elif "last_correction" in tensors:
+        steps = np.take(_FOUR_STEPS, tensors["last_correction"].numpy()).view(np.int8)[:, : last.shape[1]]
+        np.add(as_bits(norm.redo(last)), steps, out=as_bits(last))
+    else:
+        for rows in last.split(_chunk_rows(last)):
+            rows.copy_(norm.apply(rows, rows.dtype))
+    return _converted(states, dtype)  # states made elsewhere may be in another precision than this run's
 
 
-def _normed(exact: dict[str, Tensor], last: Float[Tensor, "S H"], norm: FinalNorm) -> Float[Tensor, "S H"]:
-    if "last_normed" in exact:
-        return exact["last_normed"]
-    if "last_correction" not in exact:
-        return norm.apply(last, last.dtype)
-    steps = _unpack_two_bits(exact["last_correction"], last.shape[-1]) - 1
-    return (norm.redo(last).view(_INTS[last.dtype]) + steps).view(last.dtype)
+def _converted(rows: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
+    """Rows in another dtype, as `Tensor.to` gives them."""
+    if rows.dtype == dtype and not copy:
+        return rows
+    out = torch.from_numpy(np.empty((*rows.shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)  # in huge pages
+    size = _chunk_rows(rows)
+    torch._foreach_copy_(out.split(size), rows.split(size))
+    return out
 
 
-def _chunks(num_rows: int, row_values: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_VALUES // row_values)
+def _chunk_rows(rows: Tensor) -> int:
+    """Rows that a thread works on alone: several samples are read at once, and torch's threads are not for that."""
+    return max(1, _CHUNK_VALUES // max(1, prod(rows.shape[1:])))
+
+
+def _chunks(num_rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
@@ -223,13 +269,8 @@ def _pack_two_bits(values: Tensor) -> Tensor:
     return padded[..., 0] | padded[..., 1] << 2 | padded[..., 2] << 4 | padded[..., 3] << 6
 
 
-def _unpack_two_bits(packed: Tensor, width: int) -> Tensor:
-    return torch.from_numpy(_FOUR_STEPS[packed.numpy()].view(np.int8))[:, :width]
-
-
 def as_rows(hidden_states: Any, norm: FinalNorm) -> Float[Tensor, "S L H"]:
     """States of speculators (last layer not normed; a tensor or a list of layers) as ours."""
-    states = torch.stack(list(hidden_states), dim=1) if isinstance(hidden_states, list | tuple) else hidden_states
-    out = torch.empty_like(states)
-    _decode({"hidden_states": states}, norm, 0, slice(None), out)
-    return out
+    stacked = isinstance(hidden_states, list | tuple)
+    states = torch.stack(list(hidden_states), dim=1) if stacked else hidden_states.clone()
+    return _decode({"hidden_states": states}, norm, states.dtype)

@@ -113,7 +113,7 @@ class StateSource:
         row = self._masks[number]
         if list(row["input_ids"]) != sample.token_ids:
             raise SampleFileError(f"{path}: its token ids are not those of row {number} of the data set beside it")
-        return runs(torch.tensor(row["loss_mask"]).bool())
+        return runs(row["loss_mask"])
 
     def _check_ours(self, directory: Path, option: str, plan: LayerPlan) -> None:
         facts = read_facts(directory, option)
@@ -145,7 +145,7 @@ class PtSample:
         self.dtype: torch.dtype = states[0].dtype
         if self.num_rows != len(self.token_ids):
             raise SampleFileError(f"{path}: {len(self.token_ids)} token ids and {self.num_rows} rows")
-        self.spans = runs(data["loss_mask"].flatten().bool())
+        self.spans = runs(data["loss_mask"].flatten().bool().numpy())
         self.prompt_tokens = self.spans[0][0] if self.spans else self.num_rows
         self.finish_reason = "stop"
         self._rows: Tensor | None = None

@@ -1,22 +1,23 @@
 """Samples laid end to end into micro-batches. Which samples share one is a pure function of their lengths, in order."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import cast
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from eagle3_lightning.batch import Eagle3Batch
-from eagle3_lightning.stream.sample import SampleRows
+from eagle3_lightning.stream.files import StoredSample, read_slots
+from eagle3_lightning.stream.sample import RowCopies, SampleRows, num_slots, supervised
 
 _MAX_READERS = 4
-
-
-def num_slots(num_rows: int) -> int:
-    """Slots of a document of `num_rows` tokens with states: each token but the first, beside the states before it."""
-    return num_rows - 1
+_PIECE_BYTES = 8 << 20  # of rows that are read at a time, if a sample is not larger: they stay in the caches
+_POOL_BYTES = 64 << 20  # of a pack: more readers for less take more of Python's time than they save
 
 
 class Packer:
@@ -78,34 +79,61 @@ def assemble(
         pad_to: slots of the batch, the rest padded; None for no padding.
         pool: reads several samples at once.
     """
-    ends = list(accumulate(num_slots(sample.num_rows) for sample in samples))
-    hidden_size, dtype = samples[0].hidden_size, samples[0].dtype
+    slots = [num_slots(sample.num_rows) for sample in samples]
+    ends = list(accumulate(slots))
+    starts = [end - count for count, end in zip(slots, ends, strict=True)]
+    hidden_size, dtype, used = samples[0].hidden_size, samples[0].dtype, ends[-1]
     with torch.inference_mode(False):  # which is a thread's own: the pool could not write to what is made in it
-        batch = empty_batch(ends[-1] if pad_to is None else pad_to, num_aux, hidden_size, dtype)
+        batch = empty_batch(used if pad_to is None else pad_to, num_aux, hidden_size, dtype)
     batch.sample_ids.extend(sample.index for sample in samples)
+    # NumPy's small operations keep Python's lock; torch's give it away, and the training step waits to have it back
+    batch.ids.numpy()[:used] = list(chain.from_iterable(sample.token_ids[1 : sample.num_rows] for sample in samples))
+    batch.mask.numpy()[:used] = np.concatenate([supervised(sample.spans, sample.num_rows)[1:] for sample in samples])
+    batch.doc.numpy()[:used] = np.repeat(np.arange(len(samples)), slots)
+    batch.pos.numpy()[:used] = np.arange(used) - np.repeat(starts, slots)
 
-    def fill(doc: int) -> None:
-        sample = samples[doc]
-        slots = num_slots(sample.num_rows)
-        here = slice(ends[doc] - slots, ends[doc])
-        batch.ids[here] = torch.tensor(sample.token_ids[1 : sample.num_rows])
-        sample.copy_rows(0, slice(num_aux), batch.features[here])
-        sample.copy_rows(1, slice(num_aux, None), batch.teacher[here].unsqueeze(1))
-        batch.mask[here] = supervised(sample.spans, sample.num_rows)[1:]
-        batch.doc[here] = doc
-        batch.pos[here] = torch.arange(slots)
+    def fill(piece: range) -> None:
+        here = slice(starts[piece[0]], ends[piece[-1]])
+        _copy_slots([samples[doc] for doc in piece], batch.features[here], batch.teacher[here])
 
-    for _ in (map if pool is None else pool.map)(fill, range(len(samples))):
+    row_bytes = (num_aux + 1) * hidden_size * dtype.itemsize
+    is_small = used * row_bytes < _POOL_BYTES
+    for _ in (map if pool is None or is_small else pool.map)(fill, _pieces(samples, row_bytes)):
         pass
     return batch
+
+
+def _pieces(samples: Sequence[SampleRows], row_bytes: int) -> Iterator[range]:
+    """Samples that are copied together: alike, and not too many."""
+    first, size_bytes, form = 0, 0, None
+    for doc, sample in enumerate(samples):
+        size_bytes += sample.num_rows * row_bytes
+        its_form = sample.form if isinstance(sample, StoredSample) else type(sample)
+        if doc > first and (size_bytes > _PIECE_BYTES or its_form != form):
+            yield range(first, doc)
+            first, size_bytes = doc, sample.num_rows * row_bytes
+        form = its_form
+    yield range(first, len(samples))
+
+
+def _copy_slots(samples: Sequence[SampleRows], features: Float[Tensor, "T A H"], teacher: Float[Tensor, "T H"]) -> None:
+    if isinstance(samples[0], StoredSample):
+        read_slots(cast(Sequence[StoredSample], samples), features, teacher)
+        return
+    start, num_aux = 0, features.shape[1]
+    for sample in cast(Sequence[RowCopies], samples):
+        here = slice(start, start + num_slots(sample.num_rows))
+        sample.copy_rows(0, slice(num_aux), features[here])
+        sample.copy_rows(1, slice(num_aux, None), teacher[here].unsqueeze(1))
+        start = here.stop
 
 
 def empty_batch(num_slots: int, num_aux: int, hidden_size: int, dtype: torch.dtype) -> Eagle3Batch:
     """A batch of padding alone: what a rank without a pack trains on in the last round."""
     return Eagle3Batch(
         ids=torch.zeros(num_slots, dtype=torch.int64),
-        features=torch.zeros(num_slots, num_aux, hidden_size, dtype=dtype),
-        teacher=torch.zeros(num_slots, hidden_size, dtype=dtype),
+        features=_zeros((num_slots, num_aux, hidden_size), dtype),
+        teacher=_zeros((num_slots, hidden_size), dtype),
         mask=torch.zeros(num_slots, dtype=torch.bool),
         doc=torch.full((num_slots,), -1, dtype=torch.int64),
         pos=torch.zeros(num_slots, dtype=torch.int64),
@@ -113,9 +141,6 @@ def empty_batch(num_slots: int, num_aux: int, hidden_size: int, dtype: torch.dty
     )
 
 
-def supervised(spans: Sequence[tuple[int, int]], num_rows: int) -> Tensor:
-    """[S] bool: whether token i lies in a supervised span."""
-    mask = torch.zeros(num_rows, dtype=torch.bool)
-    for start, end in spans:
-        mask[start:end] = True
-    return mask
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of pages that the kernel zeroes when they are written to: torch would write them twice, with all its threads."""
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)

@@ -1,9 +1,10 @@
 """A finished sample as the trainer holds it: facts at hand, rows in the arena until they are let go."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -45,13 +46,30 @@ class SampleRows(Protocol):
         """Of the rows."""
         ...
 
+    def release(self) -> None:
+        """Let the rows go."""
+        ...
+
+
+class RowCopies(SampleRows, Protocol):
+    """A sample whose rows are in memory."""
+
     def copy_rows(self, start: int, layers: slice, out: Float[Tensor, "S L H"]) -> None:
         """Copy the states of tokens start .. start + S - 1, only `layers` of them, into `out`."""
         ...
 
-    def release(self) -> None:
-        """Let the rows go."""
-        ...
+
+def num_slots(num_rows: int) -> int:
+    """Slots of a document of `num_rows` tokens with states: each token but the first, beside the states before it."""
+    return num_rows - 1
+
+
+def supervised(spans: Sequence[tuple[int, int]], num_rows: int) -> np.ndarray:
+    """[S] bool: whether token i lies in a supervised span."""
+    mask = np.zeros(num_rows, bool)
+    for start, end in spans:
+        mask[start:end] = True
+    return mask
 
 
 class FinishedSample:
