@@ -2,9 +2,12 @@
 
 import os
 import select
+import selectors
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
@@ -14,6 +17,7 @@ from eagle3_lightning.stream.messages import AnyMessage
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 << 20
 SEND_TIMEOUT_S = 60.0
+LAST_WORDS_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 20
 
 
@@ -136,3 +140,21 @@ class Channel:
         with suppress(OSError):  # gone already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+
+def flush_last_words(channels: Iterable[Channel]) -> None:
+    """Write what was posted, as far as the other sides read it within LAST_WORDS_TIMEOUT_S; what they say is let go."""
+    deadline_s = time.monotonic() + LAST_WORDS_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for channel in channels:
+            if channel.num_unsent_bytes:
+                selector.register(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, channel)
+        while selector.get_map() and (left_s := deadline_s - time.monotonic()) > 0:
+            for key, events in selector.select(left_s):
+                with suppress(ChannelClosed, msgspec.DecodeError):
+                    if events & selectors.EVENT_READ:
+                        key.data.receive(0.0)  # who waits for room does not read
+                    key.data.flush()
+                    if key.data.num_unsent_bytes:
+                        continue
+                selector.unregister(key.fileobj)

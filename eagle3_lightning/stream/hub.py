@@ -21,7 +21,7 @@ import msgspec
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.stream.arena import BlockPool
-from eagle3_lightning.stream.channel import Channel, ChannelClosed
+from eagle3_lightning.stream.channel import Channel, ChannelClosed, flush_last_words
 from eagle3_lightning.stream.counters import RunCounters
 from eagle3_lightning.stream.messages import (
     AnyMessage,
@@ -173,9 +173,13 @@ class Hub:
                     if events & selectors.EVENT_READ:
                         key.data()
                 self._check_unnamed()
+            while self._posted:  # before the close: why the run ends may be among it
+                self._posted.popleft()()
         except Exception as error:  # a fault of ours must end the run, not hang it
             log.exception("the hub of the sample queue failed")
             self._fail(f"the hub of the sample queue failed: {error!r}")
+        if self.failure is not None:  # ranks that are behind with their reading must learn of it, too
+            flush_last_words(self._ranks.values())
 
     def _run_posted(self) -> None:
         os.read(self._wake_read, 4096)

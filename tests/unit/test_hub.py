@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 import time
 from contextlib import closing
 
@@ -10,9 +11,9 @@ import pytest
 from queue_bench import BLOCK_TOKENS, bench, check_rows, request
 
 from eagle3_lightning.errors import ProducerError
-from eagle3_lightning.stream import hub
+from eagle3_lightning.stream import channel, hub
 from eagle3_lightning.stream.channel import Channel
-from eagle3_lightning.stream.messages import Dropped, Hello, Ready, Release, Sample, Stats
+from eagle3_lightning.stream.messages import Dropped, Failed, Hello, Ready, Release, Sample, Stats
 from eagle3_lightning.stream.queue import SampleQueue
 
 
@@ -79,6 +80,42 @@ def test_a_rank_that_reads_nothing_keeps_nobody_waiting(tmp_path):
                 assert new
                 heard += [message.serial for message in new if isinstance(message, Sample)]
             assert len(set(heard)) == 1000
+
+
+@pytest.mark.parametrize("end", [lambda made: made.post(lambda: 1 / 0), lambda made: made.fail("ZeroDivisionError")])
+def test_a_rank_that_is_behind_learns_why_the_run_ends(tmp_path, end):
+    """Of a fault of the hub itself, after which it runs no more, and of one after which it is closed at once."""
+    with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        with closing(Channel(sock := connect(b))) as behind:
+            sock.sendall(frame(Hello(1, 0)))
+            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))  # sockets hold 200
+            assert take(b.queues[0], 1000) == list(range(1000))
+            end(b.hub)
+            closes = threading.Thread(target=b.hub.close)
+            closes.start()
+            heard = []
+            while not heard or not isinstance(heard[-1], Failed):
+                new = behind.receive(10.0)
+                assert new
+                heard += new
+            assert "ZeroDivisionError" in heard[-1].error
+            assert sum(isinstance(message, Sample) for message in heard) == 1000
+            closes.join(10.0)
+            assert not closes.is_alive()
+
+
+def test_a_rank_that_never_reads_its_last_words_does_not_keep_the_hub_from_closing(tmp_path, monkeypatch):
+    monkeypatch.setattr(channel, "LAST_WORDS_TIMEOUT_S", 0.3)
+    with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
+        b.start_producer()
+        with closing(connect(b)) as silent:
+            silent.sendall(frame(Hello(1, 0)))
+            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))
+            assert take(b.queues[0], 1000) == list(range(1000))
+            b.hub.fail("the reason")
+            b.hub.close()
+            assert not b.hub._thread.is_alive()
 
 
 def test_silence_has_a_deadline(tmp_path, monkeypatch):
