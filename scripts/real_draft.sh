@@ -7,6 +7,8 @@
 #                                                the whole run of ours took (its start-up and generation counted for it)
 #   scripts/real_draft.sh bench ours|peer EVAL.jsonl ...   either draft in vLLM, 5 tokens, temperature 0
 #   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
+#   scripts/real_draft.sh shape NAME [--OPTION VALUE ...]  a draft of other options (--model.draft.num_layers 2) on the same
+#                                                          samples, without vLLM, for STEPS steps (1000)
 #   scripts/real_draft.sh table                            what the stages above have left, as Markdown
 #
 # TRIAL: seconds of the second part of trial (90; the first ends by itself, or after 300). PEER_LOSS: forms of its loss to
@@ -79,6 +81,10 @@ peer() {
     read -r loss speed start <"$out/peer_speed"
     # Its schedule wants to know in how many steps it ends.
     steps=$(awk "BEGIN { print int($speed * ($seconds - $start)) }")
+    if [ "$steps" -lt 1 ]; then
+        echo "peer: $seconds s are over before its first step, which takes it $start s" >&2
+        exit 1
+    fi
     echo "peer: $steps steps are expected of $seconds s, $loss loss"
     train_peer "$seconds" peer --loss-implementation "$loss" --log-freq 100 --scheduler-total-steps "$steps" || true
     # The last file that it writes. Without it only the first epoch's draft is there.
@@ -113,10 +119,11 @@ train_peer() {
 bench() {
     local side=$1 draft
     shift
-    if [ "$side" = ours ]; then draft=$out/export; else draft=$out/peer/interrupted; fi
+    local summary=()
+    if [ "$side" = ours ]; then draft=$out/export summary=(--summary "$out/summary.json"); else draft=$out/peer/interrupted; fi
     "$python" -m eagle3_lightning bench --draft "$draft" --target "$target" --prompts "$@" --num-speculative-tokens 5 \
         --concurrency ${CONCURRENCY:-32} ${MAX_PROMPTS:+--max-prompts $MAX_PROMPTS} --max-new-tokens 256 ${BENCH_ARGS:-} \
-        --json >"$out/bench_$side.json"
+        "${summary[@]}" --json >"$out/bench_$side.json"
 }
 
 simulate() {
@@ -134,6 +141,14 @@ simulate() {
     for job in "${jobs[@]}"; do wait "$job"; done
 }
 
+shape() {
+    local name=$1
+    shift
+    "$python" -m eagle3_lightning fit --config configs/smollm2_real.yaml --target.path "$target" \
+        --run_dir "$out/shapes/$name" --data.prompts.train "[$samples]" --data.cache.dir null --data.cache.max_gib 100 \
+        --data.sampling.max_new_tokens 512 --trainer.max_time null --trainer.max_steps "${STEPS:-1000}" "$@"
+}
+
 table() {
     "$python" - "$out" <<'PYTHON'
 import csv
@@ -142,7 +157,10 @@ import sys
 from pathlib import Path
 
 out = Path(sys.argv[1])
-sides = {side: json.loads((out / f"bench_{side}.json").read_text()) for side in ("ours", "peer")}
+files = {side: out / f"bench_{side}.json" for side in ("ours", "peer")}
+sides = {side: json.loads(file.read_text()) for side, file in files.items() if file.exists()}
+if "ours" not in sides:
+    sys.exit(f"table: {files['ours']} is missing: bench ours writes it")
 figures = {
     (side, Path(f["prompts"]).stem, f["concurrency"]): f for side, report in sides.items() for f in report["figures"]
 }
@@ -157,29 +175,37 @@ def simulated(name):
 
 print("| prompts | ours, served | 95 % | simulated | served / simulated | speculators | ours / speculators | accepted at 1 to 5 |")
 print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-lengths = []
+rows = {}
 for name in sets:
-    ours, peer, tau = figures["ours", name, most["ours"]], figures["peer", name, most["peer"]], simulated(name)
-    lengths.append((ours["acceptance_length"], tau, peer["acceptance_length"]))
-    low, high = ours["acceptance_length_ci95"]
-    served, tau, other = lengths[-1]
+    ours, tau = figures["ours", name, most["ours"]], simulated(name)
+    other = figures["peer", name, most["peer"]]["acceptance_length"] if "peer" in sides else float("nan")
+    served, (low, high) = ours["acceptance_length"], ours["acceptance_length_ci95"]
     positions = " ".join(f"{share:.2f}" for share in ours["acceptance_per_position"])
-    print(f"| {name} | {served:.3f} | {low:.2f} to {high:.2f} | {tau:.3f} | {served / tau:.3f} | {other:.3f} "
-          f"| {served / other:.3f} | {positions} |")
-served, tau, other = (sum(column) / len(column) for column in zip(*lengths))
-print(f"| mean | {served:.3f} | | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {served / other:.3f} | |")
+    rows[name] = (served, tau, other, f"{low:.2f} to {high:.2f}", positions)
+rows["mean"] = (*(sum(column) / len(column) for column in list(zip(*rows.values()))[:3]), "", "")
+for name, (served, tau, other, interval, positions) in rows.items():
+    print(f"| {name} | {served:.3f} | {interval} | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {served / other:.3f} "
+          f"| {positions} |".replace("nan", "not run"))
 print("\n| prompts | requests at once | tokens/s with the draft | without | speed-up | identical outputs | real differences |")
 print("| --- | --- | --- | --- | --- | --- | --- |")
 for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (item[0][2], item[0][1])):
     if side == "ours":
         print(f"| {name} | {concurrency} | {f['tokens_per_s']:,.0f} | {f['plain_tokens_per_s']:,.0f} | {f['speedup']:.2f} "
               f"| {f['identical']} of {f['num_prompts']} | {f['real_differences']} |")
+shapes = sorted((out / "shapes").glob("*/logs/version_*/metrics.csv"))
+if shapes:
+    print("\n| shape, on the same samples | steps | held-out tau | accuracy at 1 to 5, given all before it |")
+    print("| --- | --- | --- | --- |")
+for file in shapes:
+    row = [row for row in csv.DictReader(file.open()) if row.get("val/tau")][-1]
+    accuracy = " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
+    print(f"| {file.parts[-4]} | {int(row['step']) + 1:,} | {float(row['val/tau']):.3f} | {accuracy} |")
 for side, report in sides.items():
     print(f"\n{side}: {report['device']}, vLLM {report['vllm_version']}, {report['dtype']}, outputs of at most "
           f"{report['max_new_tokens']} tokens, lossless: {report['lossless']}")
 PYTHON
 }
 
-command=${1:?ours, trial, peer, bench, simulate or table}
+command=${1:?ours, trial, peer, bench, simulate, shape or table}
 shift
 "$command" "$@"
