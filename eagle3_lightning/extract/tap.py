@@ -361,7 +361,9 @@ class _DeviceCopier:
         return stage
 
     def _write(self) -> None:
-        torch.set_num_threads(1)  # others would spin for work beside vLLM's; threads that have used torch keep theirs
+        # Others would spin for work beside vLLM's; threads that have used torch keep theirs. And with one thread the
+        # later of two rows for one place wins, as it must where a late row of an old owner comes with the next one's.
+        torch.set_num_threads(1)
         while True:
             try:
                 stage = self._full.get(timeout=PAUSE_S)
