@@ -63,6 +63,8 @@ class Channel:
             with self._send_lock:
                 self._sock.sendall(frame)
         except TimeoutError as error:
+            with suppress(OSError):  # a part of the frame may be there: whatever came behind it would be misread
+                self._sock.shutdown(socket.SHUT_RDWR)
             raise ChannelClosed(f"the other side read nothing for {SEND_TIMEOUT_S:.0f} s") from error
         except OSError as error:
             raise ChannelClosed(str(error)) from error
