@@ -197,7 +197,10 @@ if shapes:
     print("\n| shape, on the same samples | steps | held-out tau | accuracy at 1 to 5, given all before it |")
     print("| --- | --- | --- | --- |")
 for file in shapes:
-    row = [row for row in csv.DictReader(file.open()) if row.get("val/tau")][-1]
+    validations = [row for row in csv.DictReader(file.open()) if row.get("val/tau")]
+    if not validations:
+        sys.exit(f"table: {file} has no validation: nothing is held out of the samples, or the run ended before one")
+    row = validations[-1]
     accuracy = " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
     print(f"| {file.parts[-4]} | {int(row['step']) + 1:,} | {float(row['val/tau']):.3f} | {accuracy} |")
 for side, report in sides.items():
