@@ -379,6 +379,10 @@ class _DeviceCopier:
 
     def _close_old(self) -> None:
         """vLLM may have nothing to do: what waits for the next step waits no longer."""
-        with self._handing_over:
+        if not self._handing_over.acquire(blocking=False):
+            return  # a step is being added, and may wait in there for a stage that this very thread is to write
+        try:
             if self._open is not None and time.monotonic() - self._open.last_s >= PAUSE_S:
                 self._hand_over()
+        finally:
+            self._handing_over.release()
