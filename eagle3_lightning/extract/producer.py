@@ -191,7 +191,8 @@ def serve(channel: Channel, start: Callable[[], tuple[Engine, Arena, Ready]]) ->
         channel.send(ready)
         Producer(engine, arena, channel).run()
         return 0
-    except ChannelClosed:
+    except ChannelClosed as error:  # the trainer cannot be told: the end of vllm.log does
+        print(f"eagle3: the trainer does not listen: {error}", flush=True)
         return 1
     except Exception as error:
         traceback.print_exc()
