@@ -306,8 +306,7 @@ class _DeviceCopier:
 
     The model's outputs may be static buffers of CUDA graphs, which the next step overwrites: what reads them is queued
     on the main stream, before that step. The thread keeps the order of the steps, on which the arena relies. It takes
-    several steps at once: whenever it goes on, vLLM's thread has to let go of Python's lock and to wait for it again,
-    which in each step of a decoding batch would cost more than all the rest of the tap.
+    several steps at once: whenever it goes on, vLLM's thread has to let go of Python's lock and to wait for it again.
     """
 
     def __init__(self, layout: ArenaLayout, max_num_tokens: int, device: torch.device) -> None:
