@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -87,9 +88,18 @@ class FitSide:
     def finish(self):
         """Exit status, stderr and how long it took from now."""
         started_s = time.monotonic()
-        out, err = self.process.communicate(timeout=END_TIMEOUT_S)
-        self.lines += out.split("\n")
-        return self.process.returncode, err, time.monotonic() - started_s
+        said: list[str] = []
+        # `communicate` would pass over the lines that `wait_for` has in its buffer.
+        rest = threading.Thread(target=lambda: self.lines.extend(line.strip() for line in self.process.stdout))
+        words = threading.Thread(target=lambda: said.append(self.process.stderr.read()))
+        for reader in (rest, words):
+            reader.daemon = True
+            reader.start()
+        self.process.wait(END_TIMEOUT_S)
+        seconds = time.monotonic() - started_s
+        for reader in (rest, words):
+            reader.join(END_TIMEOUT_S)
+        return self.process.returncode, said[0], seconds
 
     def assert_nothing_left(self):
         deadline_s = time.monotonic() + END_TIMEOUT_S
