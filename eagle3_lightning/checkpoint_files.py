@@ -1,31 +1,23 @@
 """The safetensors of a checkpoint, one file or many, as one mapping from names to tensors.
 
-Headers are parsed here (8-byte length, JSON) because that is all that sizes and fingerprints need; tensors are read
-with safetensors itself, memory-mapped.
+Headers are all that sizes and fingerprints need; tensors are read with safetensors itself, memory-mapped.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.stream.tensor_file import LENGTH_BYTES, Entry, TensorFileError, parse_header
 
 OPTION = "target.path"
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SAMPLE_CHUNKS, _SAMPLE_CHUNK_BYTES = 16, 256
-
-
-class _Entry(NamedTuple):
-    file: Path
-    dtype: str
-    shape: list[int]
-    start: int  # byte offsets in the file
-    end: int
 
 
 class CheckpointFiles:
@@ -52,9 +44,12 @@ class CheckpointFiles:
                 "it holds no safetensors",
                 "Convert the checkpoint with save_pretrained(..., safe_serialization=True).",
             )
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
+        self._file_of: dict[str, Path] = {}
         for path in paths:
-            self._entries.update(self._read_header(path))
+            entries = self._read_header(path)
+            self._entries.update(entries)
+            self._file_of.update(dict.fromkeys(entries, path))
 
     def find(self, endings: Sequence[str], what: str) -> str:
         """The one tensor whose name ends in one of `endings`, earlier endings first.
@@ -87,18 +82,18 @@ class CheckpointFiles:
     def check_matrix(self, name: str, rows: int, columns: int) -> None:
         """Refuse a tensor that cannot be used as [rows, columns] of floats (more rows are padding and allowed)."""
         entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
+        if entry.kind not in _DTYPES:
             raise ConfigError(
                 OPTION,
                 self._given,
-                f"{name} is stored as {entry.dtype}, so it is quantized",
+                f"{name} is stored as {entry.kind}, so it is quantized",
                 "Use a checkpoint that keeps embedding and lm_head in bfloat16, float16 or float32.",
             )
         if len(entry.shape) != 2 or entry.shape[0] < rows or entry.shape[1] != columns:
             raise ConfigError(
                 OPTION,
                 self._given,
-                f"{name} has shape {entry.shape} and config.json says [{rows}, {columns}]",
+                f"{name} has shape {list(entry.shape)} and config.json says [{rows}, {columns}]",
                 "Check that weights and config.json belong together.",
             )
         self.refuse_bias(name)
@@ -115,16 +110,16 @@ class CheckpointFiles:
 
     def dtype(self, name: str) -> str:
         """The tensor's dtype as torch names it, for example `bfloat16`."""
-        return _DTYPES[self._entries[name].dtype]
+        return _DTYPES[self._entries[name].kind]
 
     def load(self, name: str) -> Tensor:
         """The tensor, memory-mapped, on the CPU."""
-        with safe_open(self._entries[name].file, framework="pt") as file:
+        with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def headers(self) -> list[list[Any]]:
         """Name, dtype and shape of every tensor, by name: the same for a checkpoint in one file or in many."""
-        return [[name, entry.dtype, entry.shape] for name, entry in sorted(self._entries.items())]
+        return [[name, entry.kind, list(entry.shape)] for name, entry in sorted(self._entries.items())]
 
     def spread(self, count: int) -> Iterable[str]:
         """`count` tensor names (or fewer), evenly spaced in the order of the names."""
@@ -136,7 +131,7 @@ class CheckpointFiles:
         entry = self._entries[name]
         size = entry.end - entry.start
         step = max(1, (size - _SAMPLE_CHUNK_BYTES) // _SAMPLE_CHUNKS)
-        with entry.file.open("rb") as file:
+        with self._file_of[name].open("rb") as file:
             chunks = []
             for offset in range(0, size, step):
                 file.seek(entry.start + offset)
@@ -160,22 +155,16 @@ class CheckpointFiles:
             )
         return [index.parent / name for name in names]
 
-    def _read_header(self, path: Path) -> dict[str, _Entry]:
+    def _read_header(self, path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_bytes > min(size, _MAX_HEADER_BYTES):
+            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if size < LENGTH_BYTES or header_bytes > min(size, _MAX_HEADER_BYTES):
                 raise self._broken(path)
             try:
-                header = json.loads(file.read(header_bytes))
-            except ValueError as error:
+                _, entries = parse_header(file.read(header_bytes), LENGTH_BYTES + header_bytes)
+            except TensorFileError as error:
                 raise self._broken(path) from error
-        header.pop("__metadata__", None)
-        base = 8 + header_bytes
-        entries = {
-            name: _Entry(path, h["dtype"], h["shape"], base + h["data_offsets"][0], base + h["data_offsets"][1])
-            for name, h in header.items()
-        }
         if any(entry.end > size for entry in entries.values()):
             raise self._broken(path)
         return entries

@@ -52,8 +52,8 @@ PYTHON
         peer_failed peer_compile "it does not train with the $loss loss"
     done
     [ -n "$works" ] || exit 1
-    train_peer "${TRIAL:-90}" peer_trial --loss-implementation "$loss" --log-freq 10 || true
-    if ! peer_speed "$loss" "$out/peer_trial.log" >"$out/peer_speed"; then
+    train_peer "${TRIAL:-90}" peer_trial --loss-implementation "$works" --log-freq 10 || true
+    if ! peer_speed "$works" "$out/peer_trial.log" >"$out/peer_speed"; then
         rm "$out/peer_speed"
         peer_failed peer_trial "the trial came to nothing"
         exit 1

@@ -16,7 +16,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.engine_args import check_reserved, engine_arguments
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
-from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend, repeat_figures, rounding_nats
+from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend, repeat_figures
 from eagle3_lightning.summary import read_summary
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BenchOptions:
             requests at once need far longer for as many prompts. Empty runs all.
         log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
         check_rounding: run the target alone a second time, at the highest concurrency and with the prompts in the
-            opposite order, to see what rounding alone changes in 16 bits; false relies on rules of thumb.
+            opposite order, to show what rounding alone changes in 16 bits.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
         trust_remote_code: let Transformers and vLLM run code that the target brings.
         engine: the engine's options; `max_model_len` and `max_num_seqs` follow from the prompts and the concurrency.
@@ -130,9 +130,8 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
         for file, alone in zip(files, plain.passes, strict=True)
         if alone.repeat_differences is not None
     ]
-    nats = rounding_nats(plain.dtype, repeats)
     figures = [
-        draft_figures(depth, file, with_draft, alone, alone.differences[str(depth)], nats)
+        draft_figures(depth, file, with_draft, alone, alone.differences[str(depth)], plain.dtype)
         for depth, result in drafted.items()
         for file, with_draft, alone in zip(files, result.passes, plain.passes, strict=True)
     ]

@@ -1,6 +1,5 @@
 """The figures of `eagle3 bench`: acceptance, speed, losslessness, and what to serve with."""
 
-import math
 import random
 
 import msgspec
@@ -11,8 +10,6 @@ from eagle3_lightning.serve.messages import Difference, Pass
 # a 16-bit engine move by a few units in their last place when the batch changes (8 bits of mantissa: 0.125 between 16
 # and 32), and a speculative round is another batch. In float32 the outputs must be identical.
 NEAR_TIE_NATS = {"float32": 0.0, "float16": 0.25, "bfloat16": 0.5}
-# What the target differs from itself counts up to so many times that: beyond, it is no rounding.
-MOST_TIMES = 2
 BOOTSTRAP_DRAWS = 1000
 
 
@@ -97,7 +94,7 @@ class BenchReport(msgspec.Struct, frozen=True):
         figures: one entry for each number of speculative tokens, concurrency and file of prompts.
         recommended: one entry for each concurrency, all files together.
         lossless: no output differs more than rounding explains.
-        repeats: what rounding did to the target alone, at the highest concurrency; empty if it was not looked at.
+        repeats: what rounding did to the target alone, at the highest concurrency, for comparison; it decides nothing.
     """
 
     draft: str
@@ -113,14 +110,9 @@ class BenchReport(msgspec.Struct, frozen=True):
     lossless: bool
     repeats: list[Repeat] = []
 
-    @property
-    def rounding_nats(self) -> float:
-        """The widest gap at a first difference that rounding explains."""
-        return rounding_nats(self.dtype, self.repeats)
-
 
 def draft_figures(
-    num_speculative_tokens: int, prompts: str, drafted: Pass, plain: Pass, differences: list[Difference], nats: float
+    num_speculative_tokens: int, prompts: str, drafted: Pass, plain: Pass, differences: list[Difference], dtype: str
 ) -> DraftFigures:
     """Put the figures of one pass together.
 
@@ -130,7 +122,7 @@ def draft_figures(
         drafted: the pass with the draft.
         plain: the pass of the target alone at the same concurrency.
         differences: first differences between their outputs.
-        nats: what rounding explains, see `rounding_nats`.
+        dtype: of the engine's weights; decides what rounding explains.
     """
     drafts = max(1, drafted.drafts)
     speed, plain_speed = drafted.num_tokens / drafted.seconds, plain.num_tokens / plain.seconds
@@ -150,7 +142,7 @@ def draft_figures(
         speedup=speed / plain_speed,
         identical=len(drafted.tokens) - len(differences),
         differences=sorted(differences, key=lambda d: -d.gap),
-        real_differences=sum(not is_near_tie(d, nats) for d in differences),
+        real_differences=sum(not is_near_tie(d, dtype) for d in differences),
     )
 
 
@@ -161,31 +153,14 @@ def repeat_figures(prompts: str, plain: Pass) -> Repeat:
     return Repeat(prompts, plain.concurrency, len(plain.tokens), len(plain.tokens) - len(differences), widest)
 
 
-def rounding_nats(dtype: str, repeats: list[Repeat]) -> float:
-    """The widest gap at a first difference that rounding explains: the usual one, or what the target alone showed.
-
-    Args:
-        dtype: of the engine's weights.
-        repeats: the target against itself.
-    """
-    usual = NEAR_TIE_NATS[dtype]
-    seen = max((repeat.widest_gap for repeat in repeats), default=0.0)
-    below_usual = math.nextafter(usual, 0.0)
-    return min(max(below_usual, seen), MOST_TIMES * usual)
-
-
-def is_near_tie(difference: Difference, nats: float) -> bool:
+def is_near_tie(difference: Difference, dtype: str) -> bool:
     """Whether rounding explains a first difference.
 
-    Both tokens must be among the target's best, and the lower of them no farther from the best than `nats`. An output
-    that merely ended earlier (token -1) never is: where an output ends, its end-of-sequence token stands.
-
-    Args:
-        difference: where two outputs part.
-        nats: see `rounding_nats`; 0 explains nothing.
+    Both tokens must be among the target's best, and the lower of them closer to the best than `NEAR_TIE_NATS`. An
+    output that merely ended earlier (token -1) never is: where an output ends, its end-of-sequence token stands.
     """
     written = {difference.draft_token, difference.plain_token}
-    return nats > 0 and written <= set(difference.top_tokens) and difference.gap <= nats
+    return written <= set(difference.top_tokens) and difference.gap < NEAR_TIE_NATS[dtype]
 
 
 def acceptance_interval(tokens: list[int], rounds: list[int]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ def as_text(report: BenchReport) -> str:
         *_table([COLUMNS, *map(_row, report.figures)]),
     ]
     for figures in report.figures:
-        lines += _differences(figures, report.rounding_nats)
+        lines += _differences(figures, report.dtype)
     lines += [""] + [_repeat(repeat) for repeat in report.repeats]
     lines += [f"lossless: {'yes' if report.lossless else 'NO'}{_meaning(report)}"]
     return "\n".join(lines + [_advice(advice) for advice in report.recommended])
@@ -46,22 +46,22 @@ def _row(figures: DraftFigures) -> tuple[str, ...]:
     )
 
 
-def _differences(figures: DraftFigures, nats: float) -> list[str]:
+def _differences(figures: DraftFigures, dtype: str) -> list[str]:
     if not figures.differences:
         return []
     where = f"{Path(figures.prompts).name}, K = {figures.num_speculative_tokens}, {figures.concurrency} requests"
     lines = ["", f"first differences with {where}, widest gap first:"]
-    lines += [_difference(difference, nats) for difference in figures.differences[:MAX_SHOWN]]
+    lines += [_difference(difference, dtype) for difference in figures.differences[:MAX_SHOWN]]
     if (hidden := len(figures.differences) - MAX_SHOWN) > 0:
         lines.append(f"  and {hidden} more with narrower gaps (--json lists all)")
     return lines
 
 
-def _difference(difference: Difference, nats: float) -> str:
+def _difference(difference: Difference, dtype: str) -> str:
     return (
         f"  prompt {difference.prompt}, token {difference.position}: {difference.draft_token} with the draft, "
         f"{difference.plain_token} alone; the target's best are {difference.top_tokens[:3]}, and the lower of the two "
-        f"lies {difference.gap:.4f} nats down: {'near-tie' if is_near_tie(difference, nats) else 'REAL'}"
+        f"lies {difference.gap:.4f} nats down: {'near-tie' if is_near_tie(difference, dtype) else 'REAL'}"
     )
 
 

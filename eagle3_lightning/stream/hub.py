@@ -10,7 +10,6 @@ import os
 import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,17 +18,16 @@ from pathlib import Path
 
 import msgspec
 
-from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.stream.arena import BlockPool
 from eagle3_lightning.stream.channel import Channel, ChannelClosed, flush_last_words
 from eagle3_lightning.stream.counters import RunCounters
+from eagle3_lightning.stream.door import Door
 from eagle3_lightning.stream.messages import (
     AnyMessage,
     Begin,
     Dropped,
     End,
     Failed,
-    Hello,
     Ready,
     Release,
     Sample,
@@ -41,8 +39,6 @@ from eagle3_lightning.stream.messages import (
 )
 
 log = logging.getLogger(__name__)
-# A rank says it at once; what passes is a machine that is too busy, or a rank that was stopped just then.
-HELLO_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -88,7 +84,6 @@ class Hub:
         self._owed: dict[int, Submit] = {}
         self._held: dict[int, _Held] = {}
         self._ranks: dict[int, Channel] = {}
-        self._unnamed: dict[Channel, float] = {}  # connections whose Hello is due, and until when
         self._producer: Channel | None = None
         self.serving = False  # the producer has said Ready
         self._history: list[AnyMessage] = []  # what a rank that connects late has missed
@@ -101,23 +96,8 @@ class Hub:
         self._wake_read, self._wake_write = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._run_posted)
-        self._listener = self._listen(listen) if listen is not None else None
+        self._door = Door(listen, world_size, self._selector, self._add_rank, self._fail) if listen else None
         self._thread = threading.Thread(target=self._run, name="eagle3-hub", daemon=True)
-
-    def _listen(self, path: Path) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(str(path))
-        except OSError as error:
-            raise ConfigError(
-                "data.queue.socket_dir",
-                str(path.parent),
-                f"no socket can be made there ({error})",
-                "Name a directory with a short path that you can write to.",
-            ) from error
-        listener.listen(self._world_size)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        return listener
 
     # -- called from other threads ---------------------------------------------------------------------------------
 
@@ -132,7 +112,7 @@ class Hub:
 
     def attach_rank(self, sock: socket.socket, rank: int) -> None:
         """Talk to a rank over `sock`."""
-        self.post(lambda: self._add_rank(Channel(sock), rank))
+        self.post(lambda: self._add_rank(Channel(sock), rank, []))
 
     def attach_producer(self, sock: socket.socket, restarts: int) -> None:
         """Talk to a new producer over `sock`; it gets what the one before it still owed."""
@@ -154,10 +134,10 @@ class Hub:
         self.post(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
-        for channel in (*self._ranks.values(), *self._unnamed, *([self._producer] if self._producer else [])):
+        for channel in (*self._ranks.values(), *([self._producer] if self._producer else [])):
             channel.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -167,12 +147,13 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self._closing:
-                for key, events in self._selector.select(self._hello_due_s()):
+                for key, events in self._selector.select(None if self._door is None else self._door.due_s):
                     if events & selectors.EVENT_WRITE:
                         self._flush(key)
                     if events & selectors.EVENT_READ:
                         key.data()
-                self._check_unnamed()
+                if self._door is not None:
+                    self._door.check()
             while self._posted:  # before the close: why the run ends may be among it
                 self._posted.popleft()()
         except Exception as error:  # a fault of ours must end the run, not hang it
@@ -186,52 +167,14 @@ class Hub:
         while self._posted:
             self._posted.popleft()()
 
-    def _accept(self) -> None:
-        # Its Hello is not waited for here: the other ranks and the producer go on meanwhile.
-        assert self._listener is not None
-        channel = Channel(self._listener.accept()[0])
-        self._unnamed[channel] = time.monotonic() + HELLO_TIMEOUT_S
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._greet(channel))
-
-    def _greet(self, channel: Channel) -> None:
-        try:
-            messages = channel.receive(0.0)
-        except (ChannelClosed, msgspec.DecodeError) as error:
-            self._turn_away(channel, str(error))
-            return
-        if not messages:
-            return  # a part of one
-        hello, *others = messages
-        if not isinstance(hello, Hello) or hello.rank in self._ranks or not 0 <= hello.rank < self._world_size:
-            self._turn_away(channel, str(hello))
-            return
-        del self._unnamed[channel]
-        self._selector.unregister(channel)
-        self._add_rank(channel, hello.rank)
-        for message in others:
-            self._from_rank(message, hello.rank)
-
-    def _turn_away(self, channel: Channel, words: str) -> None:
-        """It may have been a rank, without which the run cannot go on."""
-        del self._unnamed[channel]
-        self._selector.unregister(channel)
-        channel.close()
-        self._fail(f"a stranger came to the hub's socket, where ranks 1 to {self._world_size - 1} connect: {words}")
-
-    def _hello_due_s(self) -> float | None:
-        return max(0.0, min(self._unnamed.values()) - time.monotonic()) if self._unnamed else None
-
-    def _check_unnamed(self) -> None:
-        for channel, due_s in list(self._unnamed.items()):
-            if time.monotonic() >= due_s:
-                self._turn_away(channel, f"it said nothing for {HELLO_TIMEOUT_S:.0f} s")
-
-    def _add_rank(self, channel: Channel, rank: int) -> None:
+    def _add_rank(self, channel: Channel, rank: int, said: list[AnyMessage]) -> None:
         self._ranks[rank] = channel
         with suppress(ChannelClosed):  # a rank that left before it was let in; its end is read below
             for message in self._history:
                 channel.post(message)
         self._register(channel, rank)
+        for message in said:
+            self._from_rank(message, rank)
 
     def _add_producer(self, channel: Channel, restarts: int) -> None:
         # Not serving, even where the end of the one before has not been read yet: what is sent to a producer before its

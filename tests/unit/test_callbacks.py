@@ -40,7 +40,7 @@ def make_stats(decode_tokens: int, busy_s: float, wait_s: float) -> DataStats:
 
 def make_report() -> BenchReport:
     one = Pass(4, 2.0, [[1, 2, 3]] * 4, [1] * 4, 4, 12, 4, [2, 1, 1])
-    figures = draft_figures(3, "p", one, replace_pass(one), [], 0.5)
+    figures = draft_figures(3, "p", one, replace_pass(one), [], "bfloat16")
     return BenchReport("d", "t", 4, 3, "bfloat16", "cpu", "0.32.0", [1.0], [figures], [], True)
 
 

@@ -4,14 +4,14 @@ import socket
 import struct
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
 from queue_bench import BLOCK_TOKENS, bench, check_rows, request
 
 from eagle3_lightning.errors import ProducerError
-from eagle3_lightning.stream import channel, hub
+from eagle3_lightning.stream import channel, door, hub
 from eagle3_lightning.stream.channel import Channel
 from eagle3_lightning.stream.messages import Dropped, Failed, Hello, Ready, Release, Sample, Stats
 from eagle3_lightning.stream.queue import SampleQueue
@@ -66,60 +66,63 @@ def test_words_that_come_together_with_the_hello_are_not_lost(tmp_path):
             assert any(isinstance(message, Ready) for message in rank.receive(10.0))
 
 
-def test_a_rank_that_reads_nothing_keeps_nobody_waiting(tmp_path):
-    """It gets all of it when it reads again."""
+@contextmanager
+def rank_1_reads_nothing(tmp_path):
+    """Rank 0 has had 1,000 samples, of which the sockets to rank 1 hold 200; a bench and rank 1's side of it."""
     with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
         b.start_producer()
         with closing(Channel(sock := connect(b))) as silent:
             sock.sendall(frame(Hello(1, 0)))
-            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))  # sockets hold 200
+            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))
             assert take(b.queues[0], 1000) == list(range(1000))
-            heard = []
-            while len(heard) < 1000:
-                new = silent.receive(10.0)
-                assert new
-                heard += [message.serial for message in new if isinstance(message, Sample)]
-            assert len(set(heard)) == 1000
+            yield b, silent
+
+
+def listen(rank, ended):
+    """What a rank hears until `ended` says of it that it is enough."""
+    heard = []
+    while not ended(heard):
+        new = rank.receive(10.0)
+        assert new
+        heard += new
+    return heard
+
+
+def serials(heard):
+    return [message.serial for message in heard if isinstance(message, Sample)]
+
+
+def test_a_rank_that_reads_nothing_keeps_nobody_waiting(tmp_path):
+    """It gets all of it when it reads again."""
+    with rank_1_reads_nothing(tmp_path) as (_, silent):
+        heard = serials(listen(silent, lambda heard: len(serials(heard)) >= 1000))
+        assert len(set(heard)) == len(heard) == 1000
 
 
 @pytest.mark.parametrize("end", [lambda made: made.post(lambda: 1 / 0), lambda made: made.fail("ZeroDivisionError")])
 def test_a_rank_that_is_behind_learns_why_the_run_ends(tmp_path, end):
     """Of a fault of the hub itself, after which it runs no more, and of one after which it is closed at once."""
-    with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
-        b.start_producer()
-        with closing(Channel(sock := connect(b))) as behind:
-            sock.sendall(frame(Hello(1, 0)))
-            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))  # sockets hold 200
-            assert take(b.queues[0], 1000) == list(range(1000))
-            end(b.hub)
-            closes = threading.Thread(target=b.hub.close)
-            closes.start()
-            heard = []
-            while not heard or not isinstance(heard[-1], Failed):
-                new = behind.receive(10.0)
-                assert new
-                heard += new
-            assert "ZeroDivisionError" in heard[-1].error
-            assert sum(isinstance(message, Sample) for message in heard) == 1000
-            closes.join(10.0)
-            assert not closes.is_alive()
+    with rank_1_reads_nothing(tmp_path) as (b, behind):
+        end(b.hub)
+        closes = threading.Thread(target=b.hub.close)
+        closes.start()
+        heard = listen(behind, lambda heard: heard and isinstance(heard[-1], Failed))
+        assert "ZeroDivisionError" in heard[-1].error
+        assert len(serials(heard)) == 1000
+        closes.join(10.0)
+        assert not closes.is_alive()
 
 
 def test_a_rank_that_never_reads_its_last_words_does_not_keep_the_hub_from_closing(tmp_path, monkeypatch):
     monkeypatch.setattr(channel, "LAST_WORDS_TIMEOUT_S", 0.3)
-    with bench(num_blocks=2000, window=2000, world_size=2, late=1, tmp_path=tmp_path) as b:
-        b.start_producer()
-        with closing(connect(b)) as silent:
-            silent.sendall(frame(Hello(1, 0)))
-            b.queues[0].feed("train", (request(i, 2, 2, name="x" * 1000) for i in range(1000)))
-            assert take(b.queues[0], 1000) == list(range(1000))
-            b.hub.fail("the reason")
-            b.hub.close()
-            assert not b.hub._thread.is_alive()
+    with rank_1_reads_nothing(tmp_path) as (b, _):
+        b.hub.fail("the reason")
+        b.hub.close()
+        assert not b.hub._thread.is_alive()
 
 
 def test_silence_has_a_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(door, "HELLO_TIMEOUT_S", 0.3)
     with bench(world_size=2, late=1, tmp_path=tmp_path) as b, closing(connect(b)) as silent:
         with pytest.raises(ProducerError, match=r"a stranger came .* ranks 1 to 1 connect: it said nothing for"):
             b.queues[0].get("train")
@@ -164,11 +167,7 @@ def test_what_rank_0_reads_alone_waits_for_no_other_rank_and_none_hears_of_it(tm
         b.queues[0].feed("train", (request(i, 6, 2) for i in range(2)))
         with closing(Channel(sock := connect(b))) as late:
             sock.sendall(frame(Hello(2, 0)))
-            heard = []
-            while sum(isinstance(message, Sample) for message in heard) < 2:
-                new = late.receive(10.0)
-                assert new
-                heard += new
+            heard = listen(late, lambda heard: len(serials(heard)) >= 2)
             assert sum(isinstance(message, Ready) for message in heard) == 1
             assert {getattr(message, "stream", "train") for message in heard} == {"train"}
             assert take(b.queues[0], 2) == take(b.queues[1], 2) == [0, 1]
