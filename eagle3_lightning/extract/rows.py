@@ -4,7 +4,7 @@ Independent of vLLM: the tap tells it which requests a step ran, in row order, a
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,22 @@ def _joined(steps: Sequence[StepRows]) -> tuple[IntArray | None, IntArray]:
     return np.concatenate(wanted), dest
 
 
+def _runs(steps: Sequence[StepRows]) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+    """Requests, first positions and numbers of rows, those of steps that go on without a gap as if of one step."""
+    last: tuple[IntArray, IntArray, IntArray] | None = None
+    for step in steps:
+        this = step.requests, step.first_position, step.num_tokens
+        if last is not None:
+            requests, first_position, num_tokens = last
+            if requests is this[0] and np.array_equal(this[1], first_position + num_tokens):
+                last = requests, first_position, num_tokens + this[2]
+                continue
+            yield last
+        last = this
+    if last is not None:
+        yield last
+
+
 class RowWriter:
     """Keeps each request's blocks, also while it is preempted, until the scheduler says that it is finished.
 
@@ -78,7 +94,7 @@ class RowWriter:
         self._requests = np.zeros((max_requests, 4), np.int64)
         self._blocks = np.zeros((max_requests, 16), np.int64)
         self._last_ids: Sequence[str] | None = None
-        self._last_slots = np.empty(0, np.int64), np.empty(0, np.bool_)
+        self._last_slots = np.empty(0, np.int64), np.empty(0, np.bool_), np.empty((0, 4), np.int64)
 
     def begin(self, request_id: str, serial: int, blocks: Sequence[int], prompt_tokens: int) -> None:
         """A request to capture. A second call for the same id (vLLM resumes it as if new) changes nothing.
@@ -92,7 +108,7 @@ class RowWriter:
         slot = self._slot_of.get(request_id)
         if slot is None:
             slot = self._slot_of[request_id] = self._take_slot()
-            self._last_ids = None
+        self._last_ids = None
         if len(blocks) > self._blocks.shape[1]:
             wider = np.zeros((len(self._requests), 2 * len(blocks)), np.int64)
             wider[:, : self._blocks.shape[1]] = self._blocks
@@ -133,8 +149,8 @@ class RowWriter:
             None if no request of the step is captured. Rows behind the reserved blocks are left out: vLLM may run one
             step more than the answer needs, and that row is nobody's.
         """
-        slots, captured = self._slots(request_ids)
-        if not captured.any():
+        slots, captured, requests = self._slots(request_ids)
+        if not len(requests):
             return None
         num_all = int(num_tokens.sum())
         if len(slots) == num_all:  # one token each, as in most steps
@@ -150,16 +166,17 @@ class RowWriter:
             slot, position = slot[keep], position[keep]
         block, offset = np.divmod(position, self._arena.layout.block_tokens)
         dest = self._blocks[slot, block] * self._arena.layout.block_tokens + offset
-        if not captured.all():
-            slots, num_tokens, first_position = slots[captured], num_tokens[captured], first_position[captured]
-        return StepRows(num_all, source, dest, self._requests[slots], first_position, num_tokens)
+        if len(requests) < len(slots):
+            num_tokens, first_position = num_tokens[captured], first_position[captured]
+        return StepRows(num_all, source, dest, requests, first_position, num_tokens)
 
-    def _slots(self, request_ids: Sequence[str]) -> tuple[IntArray, NDArray[np.bool_]]:
-        """[m] the table's row of each request, and whether it has one (else -1); as before for the same requests."""
+    def _slots(self, request_ids: Sequence[str]) -> tuple[IntArray, NDArray[np.bool_], IntArray]:
+        """The table's row of each request (-1: it has none), which have one, and those; as before for the same ids."""
         if request_ids != self._last_ids:
             self._last_ids = list(request_ids)
             slots = np.array([self._slot_of.get(r, -1) for r in request_ids], np.int64)
-            self._last_slots = slots, slots >= 0
+            captured = slots >= 0
+            self._last_slots = slots, captured, self._requests[slots[captured]]
         return self._last_slots
 
     def write(
@@ -189,20 +206,21 @@ class RowWriter:
         chosen_rows = slice(None) if source is None else source
         self._ids[places] = ids[chosen_rows]
         self._finite[places] = finite[chosen_rows]
-        for step in steps:
-            self._advance(step)
-            num_rows = int(step.num_tokens.sum())
-            num_prompt = int((step.requests[:, _PROMPT_TOKENS] - step.first_position).clip(0, step.num_tokens).sum())
-            self._counters += (num_prompt, num_rows - num_prompt, 1)
+        for requests, first_position, num_tokens in _runs(steps):
+            self._advance(requests, first_position, num_tokens)
+            num_rows = int(num_tokens.sum())
+            num_prompt = int((requests[:, _PROMPT_TOKENS] - first_position).clip(0, num_tokens).sum())
+            self._counters += (num_prompt, num_rows - num_prompt, 0)
+        self._counters[2] += len(steps)
 
-    def _advance(self, step: StepRows) -> None:
+    def _advance(self, requests: IntArray, first_position: IntArray, num_tokens: IntArray) -> None:
         # What is there already is read from the header, so that a step which was never written leaves its gap.
-        serial, first_block, limit, _ = step.requests.T
+        serial, first_block, limit, _ = requests.T
         headers = self._headers
         new_owner = headers[first_block, 0] != serial
         before = np.where(new_owner, 0, headers[first_block, 1])
-        after = np.minimum(np.maximum(before, step.first_position + step.num_tokens), limit)
-        after[(step.first_position > before) | (before == GAP)] = GAP
+        after = np.minimum(np.maximum(before, first_position + num_tokens), limit)
+        after[(first_position > before) | (before == GAP)] = GAP
         # A reader must never see the new serial beside the old owner's count.
         headers[first_block[new_owner], 0] = NOBODY
         headers[first_block, 1] = after

@@ -8,7 +8,6 @@ token ids, and puts the rows of captured requests into the arena. A request is c
 Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to 0.32.0, V1 and V2 model runners.
 """
 
-import itertools
 import os
 import threading
 import time
@@ -39,6 +38,7 @@ STAGE_TIMEOUT_S = 60.0
 STEPS_TOGETHER = 8  # whose rows are written at once
 PAUSE_S = 0.05  # without a step; rows of the last ones before it come up to twice that later
 STAGES = 3  # of rows that may be on their way to the arena
+PIECE_BYTES = 8 << 20  # copied to the host at a time: vLLM's own small copies get in between
 
 
 class _TapMixin:
@@ -264,13 +264,17 @@ class _HostCopier:
 
 
 class _Stage:
-    """Pinned memory for the rows of steps that follow each other, and the event behind the last one's copy."""
+    """Rows of steps that follow each other: where they are gathered on the GPU, and pinned memory to copy them to."""
 
-    def __init__(self, num_tokens: int, layout: ArenaLayout) -> None:
+    def __init__(self, num_tokens: int, layout: ArenaLayout, device: torch.device) -> None:
         shape = (num_tokens, layout.num_layers, layout.hidden_size)
-        self.rows = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
-        self.small = torch.empty(2 * num_tokens, dtype=torch.int32, pin_memory=True)  # of each step: ids, magnitudes
-        self.event = torch.cuda.Event()
+        self.rows = torch.empty(shape, dtype=layout.torch_dtype, device=device)
+        self.ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
+        self.host_rows = torch.empty(shape, dtype=layout.torch_dtype, pin_memory=True)
+        self.host_ids = torch.empty(num_tokens, dtype=torch.int32, pin_memory=True)
+        self.host_largest = torch.empty(num_tokens, dtype=torch.float32, pin_memory=True)
+        self.copied = torch.cuda.Event()
+        self.rows_a_piece = max(1, PIECE_BYTES * num_tokens // self.rows.nbytes)
         self.clear()
 
     def clear(self) -> None:
@@ -279,34 +283,47 @@ class _Stage:
         self.steps: list[StepRows] = []
         self.used = 0  # rows
         self.last_s = 0.0  # when the last step was added
-        self.sources: list[tuple[Tensor, Tensor]] = []  # on the GPU, until they are copied
+        self.stream: torch.cuda.Stream | None = None  # that the steps ran on
 
-    def add(self, writer: RowWriter, step: StepRows, rows: Tensor, small: Tensor) -> None:
-        """Queue the copy of a step's rows on the current stream."""
+    def add(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
+        """Gather a step's rows, behind it on the current stream."""
         start, end = self.used, self.used + step.num_rows
-        self.rows[start:end].copy_(rows, non_blocking=True)
-        self.small[2 * start : 2 * end].copy_(small.view(-1), non_blocking=True)
-        self.event.record()
-        self.sources.append((rows, small))
+        torch.stack(layers, dim=1, out=self.rows[start:end])  # type: ignore[arg-type]
+        self.ids[start:end].copy_(ids)
+        self.stream = torch.cuda.current_stream(self.rows.device)
         self.steps.append(step)
         self.writer, self.used, self.last_s = writer, end, time.monotonic()
 
+    def send(self, stream: torch.cuda.Stream) -> None:
+        """Queue the copy of all rows to the host on `stream`."""
+        assert self.stream is not None
+        with torch.cuda.stream(stream):
+            stream.wait_stream(self.stream)
+            rows = self.rows[: self.used]
+            # The largest magnitude of a row is finite if and only if the whole row is, and takes one kernel.
+            largest = torch.linalg.vector_norm(rows.flatten(1), ord=float("inf"), dim=1, dtype=torch.float32)
+            self.host_largest[: self.used].copy_(largest, non_blocking=True)
+            self.host_ids[: self.used].copy_(self.ids[: self.used], non_blocking=True)
+            for start in range(0, self.used, self.rows_a_piece):
+                piece = slice(start, min(start + self.rows_a_piece, self.used))
+                self.host_rows[piece].copy_(self.rows[piece], non_blocking=True)
+            self.copied.record()
+
     def write(self) -> None:
-        """Wait for the copies and write the rows to the arena."""
-        self.event.synchronize()
-        small, starts = self.small.numpy(), itertools.accumulate((s.num_rows for s in self.steps), initial=0)
-        parts = [small[2 * n : 2 * n + 2 * s.num_rows].reshape(2, -1) for n, s in zip(starts, self.steps, strict=False)]
-        ids, largest = np.concatenate(parts, axis=1)
+        """Wait for the copy and write the rows to the arena."""
+        self.copied.synchronize()
+        finite = np.isfinite(self.host_largest[: self.used].numpy())
         assert self.writer is not None
-        self.writer.write(self.steps, self.rows[: self.used], ids, np.isfinite(largest.view(np.float32)))
+        self.writer.write(self.steps, self.host_rows[: self.used], self.host_ids[: self.used].numpy(), finite)
 
 
 class _DeviceCopier:
-    """Stacks the states on the GPU, copies them to pinned memory on a side stream, writes them from a thread.
+    """Gathers the states on the GPU, copies them to pinned memory on a side stream, writes them from a thread.
 
     The model's outputs may be static buffers of CUDA graphs, which the next step overwrites: what reads them is queued
-    on the main stream, before that step. The thread keeps the order of the steps, on which the arena relies. It takes
-    several steps at once: whenever it goes on, vLLM's thread has to let go of Python's lock and to wait for it again.
+    on the main stream, before that step. The thread keeps the order of the steps, on which the arena relies. All that a
+    step costs vLLM's thread is two kernels; the rest is done for several steps at once, since whenever the writing
+    thread goes on, vLLM's has to let go of Python's lock and to wait for it again.
     """
 
     def __init__(self, layout: ArenaLayout, max_num_tokens: int, device: torch.device) -> None:
@@ -314,7 +331,7 @@ class _DeviceCopier:
         self._max_num_tokens = max_num_tokens
         self._free: Queue[_Stage] = Queue()
         for _ in range(STAGES):
-            self._free.put(_Stage(max_num_tokens, layout))
+            self._free.put(_Stage(max_num_tokens, layout, device))
         self._open: _Stage | None = None  # is being filled
         self._full: Queue[_Stage] = Queue()
         self._handing_over = threading.Lock()
@@ -322,20 +339,14 @@ class _DeviceCopier:
         threading.Thread(target=self._write, name="eagle3-rows", daemon=True).start()
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
-        rows = torch.stack(list(layers), dim=1)
-        small = torch.empty(2, step.num_rows, dtype=torch.int32, device=rows.device)
-        small[0].copy_(ids)
-        # The largest magnitude of a row is finite if and only if the whole row is, and takes one kernel.
-        largest = small[1].view(torch.float32)
-        torch.linalg.vector_norm(rows.flatten(1), ord=float("inf"), dim=1, dtype=torch.float32, out=largest)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with self._handing_over, torch.cuda.stream(self._stream):
+        with self._handing_over:
             if self._open is not None and self._open.used + step.num_rows > self._max_num_tokens:
                 self._hand_over()
             if self._open is None:
                 self._open = self._free_stage()
-            self._open.add(writer, step, rows, small)
-            if len(self._open.steps) == STEPS_TOGETHER:
+            self._open.add(writer, step, layers, ids)
+            full = self._open.used + step.num_rows > self._max_num_tokens  # for another one like it
+            if full or len(self._open.steps) == STEPS_TOGETHER:
                 self._hand_over()
 
     def drain(self) -> None:
@@ -347,6 +358,7 @@ class _DeviceCopier:
 
     def _hand_over(self) -> None:
         if self._open is not None:
+            self._open.send(self._stream)
             self._full.put(self._open)
             self._open = None
 

@@ -119,7 +119,8 @@ def room() -> None:
         time.sleep(4 * tap.PAUSE_S)  # nothing to write: the thread looks for what is old
         for _ in range(tap.STAGES + 1):
             stage = copier._free_stage()
-            stage.add(writer, step, torch.stack(states([1, 2, 3]), 1), torch.zeros(2, 3, dtype=torch.int32))
+            stage.add(writer, step, states([1, 2, 3]), torch.tensor([1, 2, 3]))
+            stage.send(copier._stream)
             copier._full.put(stage)
 
 

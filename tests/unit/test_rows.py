@@ -120,6 +120,20 @@ def test_finite_flags_follow_their_rows(arena):
     assert arena.ids[16:18].tolist() == [8, 9]
 
 
+def test_steps_that_go_on_are_counted_together_but_for_a_lost_one(arena):
+    writer = RowWriter(arena)
+    writer.begin("1", 11, [2, 0], prompt_tokens=3)
+    writer.begin("2", 12, [1, 4], prompt_tokens=2)
+    passes = [(0, 0, [2, 2]), (2, 2, [1, 1]), (3, 3, [1, 1]), (4, 5, [1, 1]), (5, 6, [1, 1])]
+    steps = [writer.plan(["1", "2"], np.array(counts), np.array(firsts)) for *firsts, counts in passes]
+    writer.write(steps[:3], torch.ones(8, 2, H), np.arange(8), np.ones(8, bool))
+    assert arena.num_written(11, [2]) == arena.num_written(12, [1]) == 4
+    writer.write(steps[2:], torch.ones(6, 2, H), np.arange(6), np.ones(6, bool))
+    assert arena.num_written(11, [2]) == 6
+    assert arena.num_written(12, [1]) == GAP, "its row at position 4 never came"
+    assert arena.counters.tolist() == [5, 9, 6]
+
+
 def test_steps_that_are_written_together_are_as_those_written_one_by_one():
     """With rows that nobody captures in some of them, and a request that is preempted and begins again."""
     passes = [
