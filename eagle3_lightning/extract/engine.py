@@ -18,6 +18,7 @@ from eagle3_lightning.stream.messages import Sampling, Submit
 from eagle3_lightning.target import read_config
 
 CONFIG_KEY = "eagle3"  # of the tap, in additional_config and in a request's extra_args
+STAGES = 3  # of captured rows, each as large as a forward pass, on their way from the GPU to the arena
 PROCESS_ENV = "EAGLE3_TAP"
 
 # Engine arguments that the project sets itself, and why a user cannot have them otherwise.

@@ -25,7 +25,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
-from eagle3_lightning.extract.engine import CONFIG_KEY, PROCESS_ENV, TapProcesses, TapSettings
+from eagle3_lightning.extract.engine import CONFIG_KEY, PROCESS_ENV, STAGES, TapProcesses, TapSettings
 from eagle3_lightning.extract.rows import IntArray, RowWriter, StepRows
 from eagle3_lightning.extract.watchdog import watch
 from eagle3_lightning.layers import to_vllm
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 STAGE_TIMEOUT_S = 60.0
 STEPS_TOGETHER = 8  # whose rows are written at once
 PAUSE_S = 0.05  # without a step; rows of the last ones before it come up to twice that later
-STAGES = 3  # of rows that may be on their way to the arena
 PIECE_BYTES = 8 << 20  # copied to the host at a time: vLLM's own small copies get in between
 
 

@@ -7,6 +7,7 @@ formula of the trainer's activations is `activation_bytes`, held against measure
 from dataclasses import dataclass
 
 from eagle3_lightning.draft.config import DraftConfig
+from eagle3_lightning.extract.engine import STAGES
 from eagle3_lightning.options import LossOptions
 from eagle3_lightning.plan.shape import TargetShape
 
@@ -172,7 +173,8 @@ def engine_items(
     info = shape.info
     width = 4 * info.hidden_size + 2 * (info.intermediate_size + info.num_heads * info.head_dim) / tensor_parallel
     logits = num_seqs * info.vocab_size * (4 + value_bytes)
-    states = 2 * batched_tokens * num_captured * info.hidden_size * value_bytes  # in the graph's buffers, and stacked
+    buffers = 1 + STAGES  # the graph's own, and the tap's
+    states = buffers * batched_tokens * num_captured * info.hidden_size * value_bytes
     return [
         Item(
             f"weights{f', 1/{tensor_parallel} of them' if tensor_parallel > 1 else ''}",
