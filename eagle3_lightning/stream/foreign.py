@@ -192,6 +192,10 @@ def _number(path: Path) -> int:
 
 def _check_layers(options: SourceOptions, option: str, info: TargetInfo, plan: LayerPlan) -> None:
     if options.layers is None or options.layer_convention is None:
+        run = Path(options.path).expanduser().parent
+        if (run / "cache.json").is_file():
+            raise ConfigError(option, options.path, "it is a part of what a run has stored", f"Name {run}, which says "
+                              "the layers.")  # fmt: skip
         raise ConfigError(
             option,
             options.path,

@@ -41,7 +41,7 @@ def replace_cuda() -> None:
     torch.empty = lambda *args, pin_memory=False, **options: empty(*args, **options)  # type: ignore[assignment]
     torch.cuda.Event = torch.cuda.Stream = NoCuda  # type: ignore[assignment,misc]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = NoCuda  # type: ignore[assignment]
 
 
 def serve(writer: RowWriter, put: Put, pause_s: float) -> None:

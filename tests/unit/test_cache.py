@@ -253,6 +253,9 @@ def test_states_to_validate_on_stand_beside_no_prompts(make_data, tmp_path):
     prompts = PromptOptions([str(tmp_path / "train.jsonl")], [str(tmp_path / "cache")])
     with pytest.raises(ConfigError, match="it holds stored states and not prompts"):
         fit(make_data(prompts=prompts, dir=None), max_epochs=1)
+    part = PromptOptions([str(tmp_path / "cache/train")])
+    with pytest.raises(ConfigError, match=f"a part of what a run has stored. Name {tmp_path / 'cache'}, which"):
+        fit(make_data(NoEngine, prompts=part, dir=None), max_epochs=1)
 
 
 def test_samples_from_the_disk_are_counted_and_their_length_is_checked(make_data, tmp_path):
