@@ -100,7 +100,8 @@ peer_failed() {
     tail -n 15 "$out/$1.log" | cut -c -300 >&2
 }
 
-# Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted. On
+# Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted. And
+# full attention: no sample is as long as its window, and with it vLLM 0.25.1 on CUDA accepted no token of its draft. On
 # SIGTERM it saves and ends; its loaders' workers must not get the signal (--foreground): their death would end the saving.
 train_peer() {
     local seconds=$1 where=$2
@@ -110,7 +111,7 @@ train_peer() {
         echo start
         COLUMNS=2000 timeout --foreground --signal TERM --kill-after 60 "$seconds" "$python" -m speculators.train \
             --speculator-type eagle3 --verifier-name-or-path "$(realpath "$target")" --data-path "$samples/train" \
-            --on-missing skip --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" \
+            --on-missing skip --full-attention-indices 0 --target-layer-ids 2 15 27 --ttt-steps 5 --d2t-path "$out/d2t.npy" \
             --t2d-path "$out/t2d.npy" --train-data-ratio 0.99 --epochs 10000 --checkpoint-freq 100000 \
             --save-path "$out/$where" "$@" ${PEER_ARGS:-} 2>&1
     } | while IFS= read -r line; do echo "$EPOCHSECONDS $line"; done >"$out/$where.log"
