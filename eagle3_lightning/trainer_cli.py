@@ -38,6 +38,7 @@ from eagle3_lightning.module import Eagle3Module
 from eagle3_lightning.optim import run_clock, schedule
 from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.ranks import ddp
+from eagle3_lightning.resume import check_unfinished
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 from eagle3_lightning.trainer_checks import check_barebones, check_fit
 from eagle3_lightning.usage import Usage
@@ -219,7 +220,10 @@ class Eagle3CLI(LightningCLI):
         if self.subcommand == "fit":
             schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
-            self.model.on_load_checkpoint(read_checkpoint(ckpt_path, "--ckpt_path"))
+            saved = read_checkpoint(ckpt_path, "--ckpt_path")
+            self.model.on_load_checkpoint(saved)
+            if self.subcommand == "fit":
+                check_unfinished(saved, ckpt_path, self.trainer)
         self.datamodule.check()  # before the loggers begin
         for logger in wandb_loggers(self.trainer):
             begin_wandb(logger)
