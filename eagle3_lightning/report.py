@@ -47,6 +47,12 @@ FIGURES = {
     "seconds": "seconds of the fit",
     "vllm_version": "vLLM",
 }
+# At which step it was measured, which a resumed run may have left behind.
+MEASURED_AT = {
+    "simulated_tau": "simulated_step",
+    **dict.fromkeys(("served_acceptance_length", "acceptance_per_position", "lossless"), "served_step"),
+    **dict.fromkeys(("tokens_per_s", "plain_tokens_per_s"), "served_step"),
+}
 STYLE = """
 :root{color-scheme:light dark;--ink:#1c2430;--soft:#657084;--line:#dfe4ec;--paper:#fff;--card:#f7f9fc}
 @media(prefers-color-scheme:dark){
@@ -143,7 +149,8 @@ def read_run(run_dir: Path) -> tuple[Curves, dict[str, Any]]:
     """
     curves, summary = read_curves(run_dir), read_summary(run_dir)
     if SERVED not in curves and None not in (summary.get("served_acceptance_length"), summary.get("steps")):
-        curves[SERVED] = [(float(summary["steps"]), float(summary["served_acceptance_length"]))]  # of `eagle3 bench`
+        step = summary["steps"] if summary.get("served_step") is None else summary["served_step"]
+        curves[SERVED] = [(float(step), float(summary["served_acceptance_length"]))]  # of `eagle3 bench`
     if not curves and not summary:
         raise ConfigError("RUN", str(run_dir), "it holds neither logs/*/metrics.csv nor summary.json",
                           "Name the run_dir of an `eagle3 fit` that logs with the CSVLogger.")  # fmt: skip
@@ -193,7 +200,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         summary = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(summary, dict):
             raise ValueError("not an object")
-        for key in ("steps", "served_acceptance_length"):
+        for key in ("steps", "served_acceptance_length", "served_step", "simulated_step"):
             if not math.isfinite(float(summary.get(key) or 0)):
                 raise ValueError(f"{key} is not finite")
         if not isinstance(summary.get("export_dir", ""), str):
@@ -217,10 +224,15 @@ def _lines(curves: Curves, wanted: list[tuple[str, str]]) -> list[Line]:
 
 
 def _cards(summary: dict[str, Any]) -> str:
-    shown = [(FIGURES[key], _value(summary[key])) for key in FIGURES if summary.get(key) is not None]
+    shown = [(_label(key, summary), _value(summary[key])) for key in FIGURES if summary.get(key) is not None]
     return "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in shown
     )
+
+
+def _label(key: str, summary: dict[str, Any]) -> str:
+    step = summary.get(MEASURED_AT.get(key, ""))
+    return FIGURES[key] if step in (None, summary.get("steps")) else f"{FIGURES[key]}, at step {step:,.0f}"
 
 
 def _value(value: Any) -> str:

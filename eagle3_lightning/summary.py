@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.export.read import PROVENANCE_FILE
 
 if TYPE_CHECKING:
     from eagle3_lightning.serve.results import BenchReport
@@ -79,4 +80,14 @@ def served_figures(report: "BenchReport") -> dict[str, object]:
         / sum(f.plain_seconds for f in alike),
         "vllm_version": report.vllm_version,
         "export_dir": str(Path(report.draft).resolve()),
+        "served_step": _step_of(Path(report.draft)),
     }
+
+
+def _step_of(export: Path) -> int | None:
+    """The optimizer step at which a draft was exported; None where its directory does not say."""
+    try:
+        step = json.loads((export / PROVENANCE_FILE).read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None

@@ -155,7 +155,7 @@ class AcceptanceCallback(Callback):
         (figures,) = report.figures
         for logger in trainer.loggers:
             logger.log_metrics(serve_metrics(figures, report), step=trainer.global_step)
-        update_summary(run_dir / SUMMARY_FILE, {**served_figures(report), "served_step": trainer.global_step})
+        update_summary(run_dir / SUMMARY_FILE, served_figures(report))
         if figures.acceptance_length > self.best:
             self.best = figures.acceptance_length
             keep(run_dir / EXPORT_DIR, run_dir / BEST_DIR)

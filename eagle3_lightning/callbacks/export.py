@@ -1,6 +1,7 @@
 """Exports the draft when the fit ends, and in between if asked."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from eagle3_lightning.export.schema import check_servable, needed_vllm
 from eagle3_lightning.export.speculators import Export, export_draft, portable_name
 from eagle3_lightning.extract.versions import installed
 from eagle3_lightning.module import Eagle3Module
-from eagle3_lightning.summary import SUMMARY_FILE, update_summary
+from eagle3_lightning.summary import SUMMARY_FILE, read_summary, update_summary
 
 EXPORT_DIR, BEST_DIR = "export", "best"
 
@@ -54,8 +55,24 @@ class ExportCallback(Callback):
         self.artifact_max_mib = artifact_max_mib
         self.num_speculative_tokens = num_speculative_tokens
         self.vllm_version = vllm_version
-        self._start_s = time.monotonic()
+        self._start_s, self._earlier_s = time.monotonic(), 0.0
+        self._tau: tuple[float, int] | None = None  # of the last validation, and its step
         self._exported_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the summary of a resumed run must not forget: seconds of all starts so far, and the last validation."""
+        return {"seconds": self._seconds(), "tau": None if self._tau is None else list(self._tau)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._earlier_s = state_dict["seconds"]
+        self._tau = None if state_dict["tau"] is None else tuple(state_dict["tau"])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what was simulated, and at which step."""
+        tau = trainer.callback_metrics.get("val/tau")
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and tau is not None and math.isfinite(tau):
+            self._tau = float(tau), trainer.global_step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a draft that the serving vLLM cannot serve now, not after the training."""
@@ -79,7 +96,10 @@ class ExportCallback(Callback):
                 f"exported to {export.path} (logits within {export.check.relative_error:.2%}). Serve it with\n"
                 f"  {export.serve_command}"
             )
-            summary = update_summary(self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export))
+            file, figures = self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export)
+            if self._tau is None and file.is_file() and "simulated_tau" in read_summary(file):
+                del figures["simulated_tau"], figures["simulated_step"]  # of a start before, whose checkpoint lost it
+            summary = update_summary(file, figures)
             self._record(trainer, pl_module, export, summary)
 
     def _record(self, trainer: Trainer, pl_module: LightningModule, export: Export, summary: dict[str, Any]) -> None:
@@ -116,15 +136,20 @@ class ExportCallback(Callback):
 
     def _figures(self, trainer: Trainer, pl_module: LightningModule, export: Export) -> dict[str, Any]:
         assert isinstance(pl_module, Eagle3Module)
-        tau = trainer.callback_metrics.get("val/tau")
+        tau, step = self._tau or (None, None)
         return {
-            "simulated_tau": None if tau is None else float(tau),
+            "simulated_tau": tau,
+            "simulated_step": step,
             "tokens_trained": int(pl_module.totals[0]),
             "vocab_coverage": pl_module.vocab_coverage,
             "steps": trainer.global_step,
-            "seconds": time.monotonic() - self._start_s,
+            "seconds": self._seconds(),
             "export_dir": str(export.path),
         }
+
+    def _seconds(self) -> float:
+        """Of all starts; of one that was resumed from, up to its checkpoint."""
+        return self._earlier_s + time.monotonic() - self._start_s
 
     def directory(self, trainer: Trainer) -> Path:
         """The run's directory."""

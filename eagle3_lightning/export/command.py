@@ -16,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     for option, value in (("--target_name", name), ("--target", arguments.target)):
         if value == "":
             raise ConfigError(option, value, "it is empty", "Name the target, or leave the option out.")
+    from eagle3_lightning.checkpoints import read_checkpoint
     from eagle3_lightning.export.speculators import check_place, export_draft, portable_name
     from eagle3_lightning.options import TargetOptions
     from eagle3_lightning.trained import load_module
@@ -30,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
         target_name=portable_name(module.target_info) if name is None else name,
         num_speculative_tokens=module.loss.ttt_steps if tokens is None else tokens,
         vllm_version=arguments.vllm_version,
-        origin={"checkpoint": str(arguments.ckpt.resolve())},
+        origin={
+            "checkpoint": str(arguments.ckpt.resolve()),
+            "step": read_checkpoint(arguments.ckpt).get("global_step"),
+        },
     )
     print(
         f"exported to {export.path}: logits within {export.check.relative_error:.2%} of the checkpoint's, "

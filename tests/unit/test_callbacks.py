@@ -11,16 +11,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 from jsonargparse import Namespace
 
 from eagle3_lightning.callbacks.acceptance import keep, serve_metrics
-from eagle3_lightning.callbacks.data_summary import totals, totals_line
+from eagle3_lightning.callbacks.data_summary import RunSums, totals, totals_line
 from eagle3_lightning.callbacks.progress import status_line
 from eagle3_lightning.callbacks.run_config import free_name
 from eagle3_lightning.callbacks.throughput import rates
 from eagle3_lightning.datamodule import DataStats
 from eagle3_lightning.draft.metrics import DraftMetrics
+from eagle3_lightning.export.read import PROVENANCE_FILE
 from eagle3_lightning.loggers import CSV, WANDB, WANDB_ID_FILE, complete_logger
 from eagle3_lightning.provenance import versions
 from eagle3_lightning.report import read_curves
@@ -28,6 +30,7 @@ from eagle3_lightning.serve.messages import Pass
 from eagle3_lightning.serve.results import BenchReport, draft_figures
 from eagle3_lightning.stream.messages import DropReason, Stats
 from eagle3_lightning.stream.queue import QueueStats
+from eagle3_lightning.summary import served_figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +69,13 @@ def test_counters_of_a_restarted_producer_are_not_negative() -> None:
 
 
 def test_a_run_is_summed_up() -> None:
-    found = totals(make_stats(1000, 10.0, 1.0), 4.0, [(100, 2**20), (300, 3 * 2**20)])
+    sums = RunSums.of(make_stats(1000, 10.0, 1.0), 4.0)
+    without = totals(sums)
+    assert (without["mean_depth_tokens"], without["mean_depth_bytes"]) == (None, None)
+    assert totals_line(without).endswith("10 and 100 a second of its work")  # no look at the queue, no word of it
+    for tokens, size_bytes in ((100, 2**20), (300, 3 * 2**20)):
+        sums.look(tokens, size_bytes)
+    found = totals(sums)
     assert (found["samples_taken"], found["samples_dropped"], found["samples_cut"]) == (20, {"too_long": 2}, 5)
     assert (found["producer_restarts"], found["trainer_wait_s"], found["trainer_wait_share"]) == (0, 1.0, 0.25)
     assert totals_line(found) == (
@@ -74,6 +83,13 @@ def test_a_run_is_summed_up() -> None:
         "1.0 s (25.0%) for data, vLLM 2.5 s for room in the queue; vLLM ran 100 prompt and made 1,000 answer tokens, "
         "10 and 100 a second of its work; 200 tokens (2.0 MiB) were queued on average"
     )
+
+
+def test_the_served_figures_say_at_which_step_the_draft_was_exported(tmp_path: Path) -> None:
+    report = msgspec.structs.replace(make_report(), draft=str(tmp_path))
+    assert served_figures(report)["served_step"] is None  # no export of ours
+    (tmp_path / PROVENANCE_FILE).write_text('{"step": 300}')
+    assert served_figures(report)["served_step"] == 300
 
 
 def test_every_logged_metric_is_described() -> None:

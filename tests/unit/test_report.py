@@ -11,7 +11,7 @@ from PIL import Image
 from eagle3_lightning.charts import LARGEST, Chart, Line, line_chart, ticks
 from eagle3_lightning.cli import main
 from eagle3_lightning.export.read import serve_command
-from eagle3_lightning.report import make_page, read_curves
+from eagle3_lightning.report import make_page, read_curves, read_run
 
 
 @pytest.fixture
@@ -44,6 +44,18 @@ def test_the_page_stands_alone_and_says_what_counts(run_dir: Path) -> None:
     assert all(text in page for text in ("1.470", "0.300 / 0.100", "123,456", "served by vLLM", "&lt;here&gt;"))
     assert page.count("<svg") == 2  # acceptance and loss; what was never logged is left out
     assert 'class="dot' in page  # the bench's figure, beside the simulated curve
+
+
+def test_a_figure_of_an_earlier_step_says_so(run_dir: Path) -> None:
+    """A resumed run went on behind its last validation and its last bench."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for step, told in ((20, True), (30, False)):
+        (run_dir / "summary.json").write_text(json.dumps({**summary, "served_step": step, "simulated_step": step}))
+        page = make_page(run_dir)
+        for name in ("served acceptance length", "simulated acceptance length", "lossless"):
+            assert (f"<span>{name}, at step 20</span>" in page) is told
+            assert (f"<span>{name}</span>" in page) is not told
+        assert read_run(run_dir)[0]["serve/acceptance_length"] == [(float(step), 1.47)]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

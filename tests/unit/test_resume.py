@@ -1,5 +1,7 @@
 """Going on from a checkpoint: one of a finished run is refused, and a run's figures are of all its starts."""
 
+import json
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,6 +10,8 @@ from lightning.pytorch.callbacks import Timer
 from test_cli import config  # noqa: F401 - a fixture
 from test_datamodule import Recorder, make_data, target  # noqa: F401 - fixtures
 
+from eagle3_lightning.callbacks.data_summary import DataSummaryCallback, RunSums
+from eagle3_lightning.callbacks.export import ExportCallback
 from eagle3_lightning.cli import main
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.module import Eagle3Module
@@ -68,3 +72,60 @@ def test_fit_refuses_a_finished_run_before_it_touches_it(config, capsys):  # noq
         error = capsys.readouterr().err
         assert told in error
         assert {path.relative_to(config.parent) for path in config.parent.rglob("*")} == files
+
+
+def fit_for_figures(data, place, max_steps, ckpt_path=None):
+    """A fit with the callbacks that write summary.json; what it wrote, and what its last checkpoint holds of them."""
+    module = Eagle3Module(data.target, DraftOptions(draft_vocab_size=64), LossOptions(ttt_steps=2),
+                          OptimOptions(lr=1e-3, warmup_steps=0, schedule="constant"))  # fmt: skip
+    ours = [DataSummaryCallback(), ExportCallback()]
+    trainer = make_trainer(place, max_steps=max_steps, callbacks=ours, default_root_dir=place,
+                           check_val_every_n_epoch=None, val_check_interval=4, log_every_n_steps=2)  # fmt: skip
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    saved = torch.load(place / f"step={max_steps}.ckpt", weights_only=True)
+    states = {type(callback): saved["callbacks"][callback.state_key] for callback in ours}
+    return json.loads((place / "summary.json").read_text()), states
+
+
+def test_the_figures_of_a_resumed_run_are_of_all_its_starts(make_data, tmp_path):  # noqa: F811
+    first, states = fit_for_figures(make_data(30, val=4), tmp_path, 6)
+    assert isinstance(first["simulated_tau"], float)
+    assert (first["simulated_step"], first["steps"]) == (4, 6)
+    # One step more, and no validation: the next would be behind step 8.
+    second, later = fit_for_figures(make_data(30, val=4), tmp_path, 7, tmp_path / "step=6.ckpt")
+    assert second["steps"] == 7
+    assert (second["simulated_tau"], second["simulated_step"]) == (first["simulated_tau"], 4)
+    before, own, after = states[ExportCallback], states[DataSummaryCallback], later[DataSummaryCallback]
+    assert before["seconds"] < later[ExportCallback]["seconds"] < second["seconds"]
+    assert second["tokens_trained"] > first["tokens_trained"]
+    for name, key in (
+        ("taken", "samples_taken"),
+        ("prefill_tokens", "producer_prefill_tokens"),
+        ("wait_s", "trainer_wait_s"),
+    ):
+        assert 0 < own[name] < after[name] <= second[key] + 1e-3, name
+    assert own["elapsed_s"] < after["elapsed_s"]
+    assert (own["depths"], after["depths"]) == (3, 3)  # at steps 2, 4 and 6; step 7 is not logged
+    assert second["mean_depth_tokens"] == round(own["depth_tokens"] / 3)
+    assert set(second) == set(first)
+
+
+def test_a_simulated_length_is_not_overwritten_with_none(make_data, tmp_path):  # noqa: F811
+    """Its checkpoint knows nothing of it where an earlier version wrote it."""
+    (tmp_path / "summary.json").write_text('{"simulated_tau": 1.5}')
+    summary, _ = fit_for_figures(make_data(30), tmp_path, 2)
+    assert summary["simulated_tau"] == 1.5
+    (tmp_path / "other").mkdir()
+    assert fit_for_figures(make_data(30), tmp_path / "other", 2)[0]["simulated_tau"] is None
+
+
+def test_sums_of_two_starts():
+    first = RunSums(10.0, 1.0, 20, 2, dropped={"too_long": 2}, dropped_names={"too_long": ["a", "b"]})
+    second = RunSums(5.0, 0.5, 10, dropped={"too_long": 4, "aborted": 1},
+                     dropped_names={"too_long": ["c", "d", "e", "f"], "aborted": ["g"]})  # fmt: skip
+    second.look(100, 2048)
+    both = first + second
+    assert (both.elapsed_s, both.wait_s, both.taken, both.cut) == (15.0, 1.5, 30, 2)
+    assert both.dropped == {"too_long": 6, "aborted": 1}
+    assert both.dropped_names == {"too_long": ["a", "b", "c", "d", "e"], "aborted": ["g"]}
+    assert (both.depths, both.depth_tokens, both.depth_bytes) == (1, 100, 2048)
