@@ -21,6 +21,7 @@ from eagle3_lightning.draft.plan import UnrollPlan, plan_unroll
 from eagle3_lightning.draft.ttt import ttt_loss
 from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.optim import StepGuard, build_optimizer, run_clock, scale_gradients, schedule
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
@@ -347,6 +348,13 @@ class Eagle3Module(L.LightningModule):
         if fault := record_fault(checkpoint):
             raise ConfigError("ckpt_path", "checkpoint", fault, REMEDY)
         record = checkpoint["eagle3"]
+        if is_earlier_form(record["target_fingerprint"]):
+            raise ConfigError(
+                "ckpt_path",
+                record["target_name"],
+                f"the checkpoint's fingerprint of the target is {EARLIER_FORM}",
+                "Start a new run, or go on with the version that wrote the checkpoint.",
+            )
         if record["target_fingerprint"] != self.target_info.fingerprint:
             raise ConfigError(
                 "ckpt_path",

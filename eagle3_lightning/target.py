@@ -4,7 +4,6 @@ Only JSON files and safetensors are read, never model code, so that `eagle3` can
 vLLM. Tensors are memory-mapped: picking 32,000 rows of an lm_head does not load the rest of the checkpoint.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from eagle3_lightning.checkpoint_files import CheckpointFiles
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.fingerprint import fingerprint
 from eagle3_lightning.options import TargetOptions
 
 OPTION = "target.path"
@@ -35,7 +35,6 @@ _NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma"
 # Files of a hub snapshot that this project or vLLM needs; everything else (ONNX, GGUF, original/) stays on the hub.
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 _HUB_SIZES = ["config.json", "generation_config.json"]
-_VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class TargetInfo:
         eos_token_ids: ids that end a turn, from config.json and generation_config.json, ascending.
         logit_scale: the target multiplies its logits by this (1.0 for almost every model).
         logit_softcap: the target's logits are cap * tanh(logits / cap); None for almost every model.
-        fingerprint: changes when the weights, sizes or vocabulary do; equal for copies of one checkpoint.
+        fingerprint: of sizes and weights (see fingerprint.py for what it sees); equal for copies of one checkpoint.
     """
 
     path: Path
@@ -111,7 +110,8 @@ def inspect_target(options: TargetOptions) -> TargetInfo:
     head = embedding if described.tie_word_embeddings else files.find(_HEAD_NAMES, "lm_head")
     for name in {embedding, head}:
         files.check_matrix(name, described.vocab_size, described.hidden_size)
-    return replace(described, dtype=files.dtype(embedding), fingerprint=_fingerprint(config, files, (embedding, head)))
+    always = {embedding, head} | ({files.find(_NORM_NAMES, "final norm")} if files.has(_NORM_NAMES) else set())
+    return replace(described, dtype=files.dtype(embedding), fingerprint=fingerprint(config, files, always))
 
 
 def describe_target(options: TargetOptions) -> TargetInfo:
@@ -307,18 +307,3 @@ def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
         named.append(_read_json(path, generation.name, str(path)).get("eos_token_id"))
     ids = {i for value in named if value is not None for i in (value if isinstance(value, list) else [value])}
     return tuple(sorted(ids))
-
-
-def _fingerprint(config: dict[str, Any], files: CheckpointFiles, always: tuple[str, ...]) -> str:
-    """Hash the sizes, every tensor's name, type and shape, and bytes from tensors spread over the model.
-
-    Hashing all bytes of a large target would take minutes; a fine-tuned or re-quantized copy already differs in a few
-    kilobytes of almost every tensor.
-    """
-    digest = hashlib.sha256()
-    stable = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
-    digest.update(json.dumps(stable, sort_keys=True).encode())
-    digest.update(json.dumps(files.headers(), sort_keys=True).encode())
-    for name in sorted({*always, *files.spread(16)}):
-        digest.update(files.sample_bytes(name))
-    return digest.hexdigest()

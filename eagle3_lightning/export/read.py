@@ -4,10 +4,13 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3_lightning.errors import ConfigError
-from eagle3_lightning.target import TargetInfo
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
+
+if TYPE_CHECKING:
+    from eagle3_lightning.target import TargetInfo
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -106,7 +109,7 @@ def check_weights(draft: ExportedDraft, option: str) -> None:
         raise ConfigError(option, str(draft.path), f"there is no {WEIGHTS_FILE} in it", "Export the draft again.")
 
 
-def check_target(draft: ExportedDraft, target: TargetInfo, option: str) -> None:
+def check_target(draft: ExportedDraft, target: "TargetInfo", option: str) -> None:
     """Refuse a draft that was trained for another target: it would load, and nearly nothing would be accepted.
 
     Raises:
@@ -124,6 +127,13 @@ def check_target(draft: ExportedDraft, target: TargetInfo, option: str) -> None:
                 f"it was made for a target with {key} {theirs}, and {target.name} has {own}",
                 "Give the draft's own target with --target.",
             )
+    if is_earlier_form(draft.fingerprint):
+        raise ConfigError(
+            option,
+            str(draft.path),
+            f"its fingerprint of the target is {EARLIER_FORM}",
+            f"Train it with this version, or remove its {PROVENANCE_FILE} so that only sizes are compared.",
+        )
     if draft.fingerprint is not None and draft.fingerprint != target.fingerprint:
         raise ConfigError(
             option,

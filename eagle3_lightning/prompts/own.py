@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.options import EngineOptions, PromptOptions, SourceOptions, TargetOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.setup import TRAIN
@@ -146,6 +147,8 @@ class OwnPrompts:
             return True
         names = ", ".join(_OPTION_OF.get(key, f"data.prompts.{key}") for key in other)
         values = "; ".join(f"{key} {theirs.get(key)} there, {self._facts[key]} here" for key in other)
+        if is_earlier_form(theirs.get("target")):
+            values += f"; the target's fingerprint there is {EARLIER_FORM}"
         if has_trained:
             raise ConfigError(
                 TRAIN,

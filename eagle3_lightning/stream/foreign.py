@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.layers import LayerPlan, plan_layers, to_vllm
 from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.stream.files import FinalNorm, SampleFileError, StoredSample, as_rows, runs
@@ -118,9 +119,10 @@ class StateSource:
     def _check_ours(self, directory: Path, option: str, plan: LayerPlan) -> None:
         facts = read_facts(directory, option)
         if facts.get("target") != self._info.fingerprint:
-            raise ConfigError(
-                option, self.label, "its states are of another target", "Name its target, or other states."
-            )
+            problem = "its states are of another target"
+            if is_earlier_form(facts.get("target")):
+                problem = f"its fingerprint of the target is {EARLIER_FORM}"
+            raise ConfigError(option, self.label, problem, "Name its target, or other states.")
         if facts.get("aux_layers") != list(plan.aux):
             raise ConfigError(option, self.label, f"its auxiliary layers are {facts.get('aux_layers')} and the run's "
                               f"{list(plan.aux)}", f"Set target.layers to {facts.get('aux_layers')}.")  # fmt: skip

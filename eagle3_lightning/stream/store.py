@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.options import CacheOptions
 from eagle3_lightning.stream.files import FinalNorm, SampleFileError, StoredSample, write_sample
 from eagle3_lightning.stream.messages import Dropped, DropReason, Stream
@@ -285,12 +286,11 @@ def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ())
     theirs, ours = read_facts(directory), json.loads(json.dumps({"format": FORMAT, **asdict(facts)}))
     for key, value in ours.items():
         if key not in unknown and theirs.get(key) != value:
-            raise ConfigError(
-                OPTION,
-                str(directory),
-                f"it holds the states of another {key} ({theirs.get(key)} there, {value} here)",
-                "Name another directory, or give the run that it was made with.",
-            )
+            problem = f"it holds the states of another {key} ({theirs.get(key)} there, {value} here)"
+            if key == "target" and is_earlier_form(theirs.get(key)):
+                problem = f"its fingerprint of the target is {EARLIER_FORM}"
+            remedy = "Name another directory, or give the run that it was made with."
+            raise ConfigError(OPTION, str(directory), problem, remedy)
 
 
 def listed_rows(directory: Path, stream: Stream, limits: Sequence[int]) -> set[int]:
