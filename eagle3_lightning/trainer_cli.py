@@ -40,7 +40,13 @@ from eagle3_lightning.options import TargetOptions
 from eagle3_lightning.ranks import ddp
 from eagle3_lightning.resume import check_unfinished
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
-from eagle3_lightning.trainer_checks import check_barebones, check_fit
+from eagle3_lightning.trainer_checks import (
+    check_attention,
+    check_checkpoint_numbers,
+    check_fit,
+    check_machine,
+    check_monitors,
+)
 from eagle3_lightning.usage import Usage
 
 TRAINER_DEFAULTS = {
@@ -213,6 +219,10 @@ class Eagle3CLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Have refused before vLLM is started what Lightning and the callbacks come to only later."""
+        check_attention(self.model, self.trainer)
+        if self.subcommand == "fit":
+            validated = [f"val/{name}" for name in self.model.val_metrics.names]
+            check_monitors(self.trainer, validated)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             check_callback(callback, self.trainer, self.model, str(self.subcommand))
             if isinstance(callback, AcceptanceCallback):
@@ -232,7 +242,8 @@ class Eagle3CLI(LightningCLI):
         """Check what spans several groups, and complete the loggers."""
         config = self.config[self.subcommand]
         validation = self.subcommand == "validate"
-        (check_barebones if validation else check_fit)(config.trainer)
+        (check_machine if validation else check_fit)(config.trainer)
+        check_checkpoint_numbers(config.checkpoint)
         config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation)
         rank_zero_only(self._lock.acquire)(config.run_dir)
         if not validation:

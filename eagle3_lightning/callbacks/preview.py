@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from eagle3_lightning.checks import NOT_NEGATIVE, check_number
 from eagle3_lightning.loggers import wandb_loggers, wandb_may_fail
 from eagle3_lightning.prompts.preview import COLUMNS, Preview, to_html, to_table
 
@@ -17,8 +18,12 @@ class PreviewCallback(Callback):
         Args:
             run_dir: preview.html is written there; None writes none.
             num_samples: samples to show; 0 shows none.
+
+        Raises:
+            ConfigError: a number that makes no sense.
         """
         super().__init__()
+        check_number("preview.num_samples", num_samples, NOT_NEGATIVE, 8)
         self.run_dir, self.num_samples = run_dir, num_samples
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

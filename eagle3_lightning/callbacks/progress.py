@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from eagle3_lightning.checks import NOT_NEGATIVE, check_number
+
 _SHOWN = (
     ("train/loss", "loss {:.3f}"),
     ("train/tau", "tau {:.2f}"),
@@ -26,9 +28,13 @@ class ProgressCallback(ProgressBar):
         """Choose how often.
 
         Args:
-            every_s: seconds between plain lines, where the output is not a terminal.
+            every_s: seconds between plain lines, where the output is not a terminal; 0 prints one for every batch.
+
+        Raises:
+            ConfigError: a number that makes no sense.
         """
         super().__init__()
+        check_number("progress.every_s", every_s, NOT_NEGATIVE, 10.0)
         self._every_s = every_s
         self._enabled = True
         self._bar: Progress | None = None

@@ -51,19 +51,34 @@ def make_backend(
     Raises:
         ConfigError: `flash` on a device, in a dtype or for a head size that has none.
     """
+    fits = check_kind(kind, q_sample.device.type, q_sample.dtype, head_dim)
+    if kind == "flash" or (kind == "auto" and fits):
+        return FlashBackend(spans, scale, window)
+    return DenseBackend(spans, scale, window)
+
+
+def check_kind(kind: Kind, device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels can be used.
+
+    Args:
+        kind: as the user said.
+        device_type: where attention will run.
+        dtype: in which.
+        head_dim: size of a head.
+
+    Raises:
+        ConfigError: they are asked for and cannot be used.
+    """
     # Tensor descriptors want rows of whole 16 bytes.
-    fits = q_sample.is_cuda and q_sample.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
+    fits = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0
     if kind == "flash" and not fits:
         raise ConfigError(
             "model.loss.attention",
             kind,
-            "it needs CUDA, bf16 and heads of a multiple of 8, not "
-            f"{q_sample.device.type}, {q_sample.dtype} and {head_dim}",
+            f"it needs CUDA, bf16 and heads of a multiple of 8, not {device_type}, {dtype} and {head_dim}",
             "Use trainer.precision=bf16-mixed on a GPU, or model.loss.attention=sdpa.",
         )
-    if kind == "flash" or (kind == "auto" and fits):
-        return FlashBackend(spans, scale, window)
-    return DenseBackend(spans, scale, window)
+    return fits
 
 
 def ttt_attention(

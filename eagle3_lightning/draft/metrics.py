@@ -128,6 +128,13 @@ class DraftMetrics(Metric):
         self.agrees += scores.agrees.sum()
         self.agrees_of += scores.agrees.numel()
 
+    @property
+    def names(self) -> list[str]:
+        """What `compute` gives."""
+        steps = range(1, self.num_steps + 1)
+        by_step = [f"{name}_{k}" for k in steps for name in ("loss", "full_acc", "cond_acc")]
+        return ["loss", "tau", "teacher_oov", "greedy_agreement", *by_step]
+
     def compute(self) -> dict[str, Tensor]:
         """Means by name, NaN where nothing was counted."""
         decay = self.decay ** torch.arange(self.num_steps, device=self.kl.device, dtype=torch.float64)

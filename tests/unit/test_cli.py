@@ -94,7 +94,8 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         (["--export.vllm_version", "0.19", "--model.draft.fc_norm", "true"], "model.draft.fc_norm = True"),
         (["--export.num_speculative_tokens=-1"], "export.num_speculative_tokens = -1"),
         (["--acceptance.prompts", "/nowhere.jsonl"], "acceptance.prompts = '/nowhere.jsonl'"),
-        (["--trainer.accelerator", "tpu"], "the options cannot be used"),
+        (["--trainer.accelerator", "tpu"], "trainer.accelerator = 'tpu': torch finds no such device here. Use"),
+        (["--trainer.accelerator", "mps"], "trainer.accelerator = 'mps': torch finds no such GPU here. Use one"),
         (["--trainer.devices", "0"], "the options cannot be used"),
         (["--trainer.barebones", "true"], "trainer.barebones = True"),
         (["--trainer.max_steps", "0"], "trainer.max_steps = 0: nothing would be trained"),
@@ -110,12 +111,35 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         (["--trainer.accumulate_grad_batches", "0"], "trainer.accumulate_grad_batches = 0: it must be at least 1"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val = -1: it must be at least 0"),
         (["--trainer.gradient_clip_val=.nan"], "trainer.gradient_clip_val = nan: it must be at least 0"),
-        (["--trainer.log_every_n_steps=-1"], "trainer.log_every_n_steps = -1: it must be at least 0"),
+        (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps = 0: it must be at least 1"),
+        (["--trainer.gradient_clip_algorithm", "value"], "trainer.gradient_clip_algorithm = 'value': gradients are"),
+        (["--trainer.accelerator=cpu", "--trainer.precision=16-mixed"], "trainer.precision = '16-mixed': a draft is"),
+        (["--trainer.precision", "16"], "trainer.precision = 16: a draft is"),
+        (["--trainer.precision", "bf16-true"], "Use one of 32-true, 64-true, bf16-mixed."),
+        (
+            ["--trainer.accelerator=cpu", "--model.loss.attention=flash"],
+            "model.loss.attention = 'flash': it needs CUDA",
+        ),
         (["--trainer.num_sanity_val_steps=-2"], "trainer.num_sanity_val_steps = -2: it must be at least -1"),
         (["--trainer.min_steps=-1"], "trainer.min_steps = -1: it must be at least 0"),
         (["--trainer.num_nodes", "2"], "trainer.num_nodes = 2: all ranks share memory with vLLM"),
         (["--seed_everything=-1"], "-1 is not in bounds"),
-        (["--checkpoint.every_n_train_steps=-1"], "every_n_train_steps"),
+        (["--checkpoint.every_n_train_steps=-1"], "checkpoint.every_n_train_steps = -1: it must be at least 0"),
+        (["--checkpoint.every_n_epochs=-1"], "checkpoint.every_n_epochs = -1: it must be at least 0"),
+        (["--checkpoint.save_top_k=-2"], "checkpoint.save_top_k = -2: it must be at least -1"),
+        (["--checkpoint.monitor=val/foo"], "checkpoint.monitor = 'val/foo': no such metric is logged at a"),
+        (["--checkpoint.monitor=val/los"], "at a validation. Did you mean val/loss? Use one of val/cond_acc_1, "),
+        (["--checkpoint.monitor=val/loss_4"], "checkpoint.monitor = 'val/loss_4'"),  # of a draft of three steps
+        (["--checkpoint.monitor=train/loss"], "checkpoint.monitor = 'train/loss': it is logged in training"),
+        (["--checkpoint.monitor=train/loss", "--checkpoint.every_n_train_steps=15"], "it is logged in training"),
+        (
+            ["--trainer.callbacks", "[{class_path: EarlyStopping, init_args: {monitor: loss}}]"],
+            "trainer.callbacks.EarlyStopping.monitor = 'loss': no such metric",
+        ),
+        (["--preview.num_samples=-3"], "preview.num_samples = -3: it must be at least 0"),
+        (["--progress.every_s=-3"], "progress.every_s = -3.0: it must be at least 0"),
+        (["--progress.every_s=.nan"], "progress.every_s = nan: it must be at least 0"),
+        (["--throughput.peak_tflops=0"], "throughput.peak_tflops = 0.0: it must be more than 0"),
     ],
 )
 def test_a_mistake_costs_no_engine_start(
@@ -126,6 +150,25 @@ def test_a_mistake_costs_no_engine_start(
     assert message in error
     assert "Traceback" not in error
     assert not (config.parent / "run" / "vllm.log").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--checkpoint.monitor=val/loss_3"],
+        ["--checkpoint.monitor=step", "--checkpoint.mode=max"],
+        ["--checkpoint.monitor=train/tau", "--checkpoint.every_n_train_steps=20", "--checkpoint.mode=max"],
+        ["--trainer.callbacks", "[{class_path: EarlyStopping, init_args: {monitor: loss, strict: false}}]"],
+        ["--trainer.accelerator=cpu", "--trainer.precision=bf16"],
+        ["--trainer.precision=32"],
+        ["--preview.num_samples=0"],
+        ["--progress.every_s=0"],
+    ],
+)
+def test_what_works_is_let_through(config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    """As far as the schedule, which is checked behind all of them."""
+    assert main(["fit", "--config", str(config), *arguments, "--model.optim.warmup_steps", "9"]) == 2
+    assert "model.optim.warmup_steps = 9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -210,7 +253,7 @@ def test_a_checkpoint_of_another_target_is_refused(
 ) -> None:
     checkpoint = tmp_path / "other.ckpt"
     record = {
-        "target_fingerprint": "0" * 64,
+        "target_fingerprint": "2-" + "0" * 64,
         "target_name": "org/other",
         "draft": {},
         "aux_layers": [],

@@ -171,3 +171,8 @@ def test_sums_add_up_over_batches() -> None:
             )
         )
     assert float(metric.compute()["full_acc_1"]) == pytest.approx(2 / 8)
+
+
+def test_the_names_are_those_of_the_figures() -> None:
+    metric = DraftMetrics(2)
+    assert metric.names == list(metric.compute())
