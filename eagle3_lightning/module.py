@@ -40,7 +40,8 @@ class Eagle3Module(L.LightningModule):
         target_info: facts of the target.
         layers: which of its layers are read.
         draft: the draft.
-        vocab_coverage: share of calibration responses inside the draft vocabulary; NaN before calibration.
+        vocab_coverage: share of supervised text inside the draft vocabulary, measured on samples left out of its
+            choice; NaN before calibration and where they were too few.
     """
 
     totals: Tensor
@@ -304,13 +305,11 @@ class Eagle3Module(L.LightningModule):
         """
         config = self.draft.config
         if not config.full_vocab:
-            d2t = choose_draft_vocab(calibration, config.draft_vocab_size, self.target_info.eos_token_ids)
-            self.vocab_coverage = coverage(calibration, d2t)
-            self.draft.set_vocab(d2t)
-            rank_zero_info(
-                f"the draft vocabulary of {len(d2t)} tokens holds {self.vocab_coverage:.2%} of the "
-                f"{int(calibration.response_counts.sum())} supervised tokens of the first samples"
-            )
+            size, always = config.draft_vocab_size, self.target_info.eos_token_ids
+            self.draft.set_vocab(choose_draft_vocab(calibration, size, always))
+            measured = coverage(calibration, size, always)
+            self.vocab_coverage = measured.share
+            rank_zero_info(measured.sentence(size))
         else:
             self.vocab_coverage = 1.0
         if config.feature_scale:

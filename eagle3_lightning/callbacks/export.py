@@ -141,7 +141,7 @@ class ExportCallback(Callback):
             "simulated_tau": tau,
             "simulated_step": step,
             "tokens_trained": int(pl_module.totals[0]),
-            "vocab_coverage": pl_module.vocab_coverage,
+            "vocab_coverage": None if math.isnan(pl_module.vocab_coverage) else pl_module.vocab_coverage,
             "steps": trainer.global_step,
             "seconds": self._seconds(),
             "export_dir": str(export.path),

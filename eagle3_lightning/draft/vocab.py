@@ -1,13 +1,64 @@
 """Draft vocabulary and feature scale, measured on the first samples of a run."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle3_lightning.errors import ConfigError, SampleError
+
+_HELD_OUT_EVERY = 10
+_MIN_HELD_OUT = 3  # samples: fewer say nothing
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Every tenth of the first samples, counted once more: on a token's own sample, a vocabulary is always right.
+
+    Attributes:
+        response_counts: how often each token stands in a supervised span of theirs.
+        prompt_counts: how often it stands elsewhere in them.
+        num_samples: how many they are.
+    """
+
+    response_counts: Int[Tensor, " V"]
+    prompt_counts: Int[Tensor, " V"]
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of text that had no part in its choice a draft vocabulary holds.
+
+    Attributes:
+        share: of the supervised tokens; NaN where too few samples were there to leave any out.
+        num_tokens: supervised tokens that were left out.
+        num_samples: samples that they are of.
+    """
+
+    share: float
+    num_tokens: int
+    num_samples: int
+
+    def sentence(self, size: int) -> str:
+        """For the log.
+
+        Args:
+            size: of the vocabulary.
+        """
+        if math.isnan(self.share):
+            return (
+                f"how much of other text the draft vocabulary of {size:,} tokens holds is not known: it takes "
+                f"{_HELD_OUT_EVERY * _MIN_HELD_OUT} samples to measure it, and there were fewer"
+            )
+        return (
+            f"the draft vocabulary of {size:,} tokens holds about {self.share:.2%} of supervised text: measured on "
+            f"{self.num_tokens:,} tokens of every {_HELD_OUT_EVERY}th of the first samples ({self.num_samples} of "
+            "them), with these left out of the choice"
+        )
 
 
 @dataclass(frozen=True)
@@ -20,6 +71,7 @@ class Calibration:
         feature_rms: root mean square of every channel of the auxiliary states, float32.
         num_tokens: tokens counted.
         special_ids: the tokenizer's special tokens, which a draft vocabulary holds however rare they are.
+        held_out: some of the samples by themselves; None where they were not told apart.
     """
 
     response_counts: Int[Tensor, " V"]
@@ -27,6 +79,7 @@ class Calibration:
     feature_rms: Float[Tensor, "A H"]
     num_tokens: int
     special_ids: tuple[int, ...] = ()
+    held_out: HeldOut | None = None
 
 
 class Calibrator:
@@ -43,6 +96,8 @@ class Calibrator:
         """
         self._special_ids = tuple(special_ids)
         self._counts = torch.zeros(2, vocab_size, dtype=torch.long)  # prompt, response
+        self._held_out = torch.zeros(2, vocab_size, dtype=torch.long)  # the same of every tenth sample
+        self._num_samples = 0
         self._squares = torch.zeros(num_aux, hidden_size, dtype=torch.float64)
         self._num_rows = 0
 
@@ -62,8 +117,11 @@ class Calibrator:
         for start, end in spans:
             supervised[start:end] = True
         vocab_size = self._counts.shape[1]
-        self._counts[0] += torch.bincount(ids[~supervised], minlength=vocab_size)
-        self._counts[1] += torch.bincount(ids[supervised], minlength=vocab_size)
+        counts = torch.stack([torch.bincount(ids[of], minlength=vocab_size) for of in (~supervised, supervised)])
+        self._counts += counts
+        self._num_samples += 1
+        if self._num_samples % _HELD_OUT_EVERY == 0:
+            self._held_out += counts
         # The first position of a document is an attention sink: its states are hundreds of times larger in a few
         # channels.
         rows = aux[1:].float()
@@ -90,7 +148,9 @@ class Calibrator:
             )
         rms = (self._squares / self._num_rows).sqrt().float()
         prompt, response = self._counts.clone()
-        return Calibration(response, prompt, rms, int(self._counts.sum()), self._special_ids)
+        held_prompt, held_response = self._held_out.clone()
+        held_out = HeldOut(held_response, held_prompt, self._num_samples // _HELD_OUT_EVERY)
+        return Calibration(response, prompt, rms, int(self._counts.sum()), self._special_ids, held_out)
 
 
 def choose_draft_vocab(calibration: Calibration, size: int, always: Iterable[int] = ()) -> Int[Tensor, " D"]:
@@ -126,8 +186,24 @@ def choose_draft_vocab(calibration: Calibration, size: int, always: Iterable[int
     return chosen - torch.arange(size)
 
 
-def coverage(calibration: Calibration, d2t: Int[Tensor, " D"]) -> float:
-    """Share of the response tokens that the draft vocabulary holds; 1.0 if there were none."""
-    counts = calibration.response_counts
-    total = int(counts.sum())
-    return int(counts[d2t.cpu() + torch.arange(len(d2t))].sum()) / total if total else 1.0
+def coverage(calibration: Calibration, size: int, always: Iterable[int] = ()) -> Coverage:
+    """What share of supervised text a vocabulary of this size holds, chosen without the samples it is measured on.
+
+    The vocabulary that is trained on is chosen with them, so that it holds a little more.
+
+    Args:
+        calibration: what was counted.
+        size: see `choose_draft_vocab`.
+        always: see `choose_draft_vocab`.
+    """
+    held = calibration.held_out
+    num_tokens = 0 if held is None else int(held.response_counts.sum())
+    if held is None or held.num_samples < _MIN_HELD_OUT or not num_tokens:
+        return Coverage(math.nan, num_tokens, 0 if held is None else held.num_samples)
+    others = replace(
+        calibration,
+        response_counts=calibration.response_counts - held.response_counts,
+        prompt_counts=calibration.prompt_counts - held.prompt_counts,
+    )
+    chosen = choose_draft_vocab(others, size, always) + torch.arange(size)
+    return Coverage(int(held.response_counts[chosen].sum()) / num_tokens, num_tokens, held.num_samples)

@@ -1,5 +1,7 @@
 """Draft vocabulary, feature scale and rotary tables."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,11 +42,38 @@ def test_special_tokens_are_always_in() -> None:
         choose_draft_vocab(calibrator.result(), 2, always=(3,))
 
 
-def test_coverage_is_of_responses() -> None:
-    cal = calibration([6, 2, 2, 0], [0, 0, 0, 50])
-    d2t = choose_draft_vocab(cal, 2)
-    assert chosen(d2t) == [0, 3]
-    assert coverage(cal, d2t) == pytest.approx(0.6)
+def counted(samples: list[list[int]], prompt: list[int]) -> Calibration:
+    """Of samples that have this prompt before a supervised answer each."""
+    calibrator = Calibrator(20, 1, 2)
+    for answer in samples:
+        ids = [*prompt, *answer]
+        calibrator.add(ids, [(len(prompt), len(ids))], torch.ones(len(ids), 1, 2))
+    return calibrator.result()
+
+
+def test_coverage_is_of_samples_that_had_no_part_in_the_choice() -> None:
+    """Each answer has a token that no other has; a vocabulary chosen of all of them would hold every one."""
+    cal = counted([[0, 0, 1, 2 + n % 10] if n % 10 == 9 else [0, 0, 1] for n in range(30)], prompt=[12, 13])
+    assert set(chosen(choose_draft_vocab(cal, 5))) == {0, 1, 11, 12, 13}
+    found = coverage(cal, 5)
+    assert (found.num_tokens, found.num_samples) == (12, 3)
+    assert found.share == pytest.approx(9 / 12)  # without the 11s, and prompts are not counted
+    assert found.sentence(5) == (
+        "the draft vocabulary of 5 tokens holds about 75.00% of supervised text: measured on 12 tokens of every 10th "
+        "of the first samples (3 of them), with these left out of the choice"
+    )
+    assert coverage(cal, 5, always=(11,)).share == 1.0
+
+
+def test_coverage_of_few_samples_is_not_known() -> None:
+    cal = counted([[0, 1, 2]] * 29, prompt=[3])
+    found = coverage(cal, 4)
+    assert math.isnan(found.share)
+    assert found.sentence(4) == (
+        "how much of other text the draft vocabulary of 4 tokens holds is not known: it takes 30 samples to measure "
+        "it, and there were fewer"
+    )
+    assert math.isnan(coverage(calibration([6, 2], [0, 0]), 2).share)
 
 
 def test_calibrator_counts_spans_and_leaves_the_first_position_out() -> None:

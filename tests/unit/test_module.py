@@ -1,5 +1,6 @@
 """Eagle3Module under a real Trainer, on a toy target and random hidden states."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_calibration_sets_vocabulary_scale_and_head(target: Path, tmp_path: Path
     seen = set(data.batches[0].ids.tolist())
     assert seen <= set(module.draft.draft_token_ids.tolist())
     assert set(module.target_info.eos_token_ids) <= set(module.draft.draft_token_ids.tolist())
-    assert module.vocab_coverage == 1.0
+    assert math.isnan(module.vocab_coverage)  # of two samples nothing can be left out
     rms = data.batches[0].features[1:].square().mean(dim=0).sqrt()
     torch.testing.assert_close(module.draft.feature_scale, 1 / rms)
 
@@ -225,6 +226,7 @@ def test_checkpoint_round_trip(target: Path, tmp_path: Path, train_head: bool) -
     module = make_module(target, draft={"train_head": train_head})
     trainer = make_trainer(tmp_path)
     trainer.fit(module, datamodule=Samples(module, [DOCUMENTS] * 2))
+    module.vocab_coverage = 0.375
     path = tmp_path / "last.ckpt"
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
@@ -236,7 +238,7 @@ def test_checkpoint_round_trip(target: Path, tmp_path: Path, train_head: bool) -
     if train_head:
         assert loaded.teacher_head is not None
         assert torch.equal(loaded.teacher_head.weight, module.target_head[module.draft.draft_token_ids])
-    assert loaded.vocab_coverage == module.vocab_coverage
+    assert loaded.vocab_coverage == module.vocab_coverage == 0.375
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -108,6 +108,7 @@ def test_the_figures_of_a_resumed_run_are_of_all_its_starts(make_data, tmp_path)
     assert (own["depths"], after["depths"]) == (3, 3)  # at steps 2, 4 and 6; step 7 is not logged
     assert second["mean_depth_tokens"] == round(own["depth_tokens"] / 3)
     assert set(second) == set(first)
+    assert first["vocab_coverage"] is second["vocab_coverage"] is None  # of so few samples; NaN would be no JSON
 
 
 def test_a_simulated_length_is_not_overwritten_with_none(make_data, tmp_path):  # noqa: F811
