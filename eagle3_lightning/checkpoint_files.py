@@ -25,23 +25,27 @@ _READERS, _READ_BYTES = 16, 128  # a network file system answers many small read
 class CheckpointFiles:
     """Names, shapes and bytes of all tensors of a checkpoint directory."""
 
-    def __init__(self, directory: Path, given: str) -> None:
+    def __init__(
+        self, directory: Path, given: str, option: str = OPTION, remedy: str = "Download the checkpoint again."
+    ) -> None:
         """Read the headers of all `*.safetensors`.
 
         Args:
             directory: the checkpoint.
             given: the checkpoint as the user named it, for messages.
+            option: the option that named it.
+            remedy: against files that are broken or missing.
 
         Raises:
-            ConfigError: there is none, one is cut short, or the index names a file that is missing.
+            ConfigError: there is none, one is cut short or cannot be read, or the index names one that is missing.
         """
-        self._given = given
+        self._given, self._option, self._remedy = given, option, remedy
         paths = sorted(directory.glob("*.safetensors"))
         if (index := directory / "model.safetensors.index.json").is_file():
             paths = self._indexed(index)
         if not paths:
             raise ConfigError(
-                OPTION,
+                self._option,
                 given,
                 "it holds no safetensors",
                 "Convert the checkpoint with save_pretrained(..., safe_serialization=True).",
@@ -63,7 +67,7 @@ class CheckpointFiles:
         if name is not None:
             return name
         raise ConfigError(
-            OPTION,
+            self._option,
             self._given,
             f"none of its tensors is an {what} ({', '.join(endings)})",
             "Choose a decoder-only language model with a full, unquantized embedding and lm_head.",
@@ -86,14 +90,14 @@ class CheckpointFiles:
         entry = self._entries[name]
         if entry.kind not in _DTYPES:
             raise ConfigError(
-                OPTION,
+                self._option,
                 self._given,
                 f"{name} is stored as {entry.kind}, so it is quantized",
                 "Use a checkpoint that keeps embedding and lm_head in bfloat16, float16 or float32.",
             )
         if len(entry.shape) != 2 or entry.shape[0] < rows or entry.shape[1] != columns:
             raise ConfigError(
-                OPTION,
+                self._option,
                 self._given,
                 f"{name} has shape {list(entry.shape)} and config.json says [{rows}, {columns}]",
                 "Check that weights and config.json belong together.",
@@ -104,7 +108,7 @@ class CheckpointFiles:
         """Refuse a tensor that has a bias beside it, which nothing here can express."""
         if (bias := name.removesuffix("weight") + "bias") in self._entries:
             raise ConfigError(
-                OPTION,
+                self._option,
                 self._given,
                 f"it has {bias}, which a draft or a stored state cannot express",
                 "Choose a target without it.",
@@ -148,40 +152,43 @@ class CheckpointFiles:
     def _indexed(self, index: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                OPTION, self._given, f"its {index.name} cannot be read ({error})", "Download the checkpoint again."
+                self._option, self._given, f"its {index.name} cannot be read ({error})", self._remedy
             ) from error
         missing = [name for name in names if not (index.parent / name).is_file()]
         if missing:
             raise ConfigError(
-                OPTION,
+                self._option,
                 self._given,
                 f"{len(missing)} of its {len(names)} weight files are missing, the first is {missing[0]}",
-                "Finish the download of the checkpoint.",
+                self._remedy,
             )
         return [index.parent / name for name in names]
 
     def _read_header(self, path: Path) -> dict[str, Entry]:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if size < LENGTH_BYTES or header_bytes > min(size, _MAX_HEADER_BYTES):
-                raise self._broken(path)
-            try:
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+                if size < LENGTH_BYTES or header_bytes > min(size, _MAX_HEADER_BYTES):
+                    raise self._broken(path)
                 _, entries = parse_header(file.read(header_bytes), LENGTH_BYTES + header_bytes)
-            except TensorFileError as error:
-                raise self._broken(path) from error
+        except TensorFileError as error:
+            raise self._broken(path) from error
+        except OSError as error:
+            problem = f"{path.name} cannot be read ({error.strerror})"
+            raise ConfigError(self._option, self._given, problem, "Check the path and its rights.") from error
         if any(entry.end > size for entry in entries.values()):
             raise self._broken(path)
         return entries
 
     def _broken(self, path: Path) -> ConfigError:
         return ConfigError(
-            OPTION,
+            self._option,
             self._given,
             f"{path.name} is not a safetensors file or is cut short",
-            "Download the checkpoint again.",
+            self._remedy,
         )
 
 

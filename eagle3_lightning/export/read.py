@@ -99,16 +99,6 @@ def _fingerprint(path: Path, option: str) -> str | None:
     return fingerprint
 
 
-def check_weights(draft: ExportedDraft, option: str) -> None:
-    """Refuse a draft without weights, before vLLM looks for them.
-
-    Raises:
-        ConfigError: there is neither one file of weights nor the index of several.
-    """
-    if not any((draft.path / name).is_file() for name in (WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json")):
-        raise ConfigError(option, str(draft.path), f"there is no {WEIGHTS_FILE} in it", "Export the draft again.")
-
-
 def check_target(draft: ExportedDraft, target: "TargetInfo", option: str) -> None:
     """Refuse a draft that was trained for another target: it would load, and nearly nothing would be accepted.
 

@@ -95,7 +95,8 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
         ConfigError: a draft, prompt file or target that cannot be used, or that do not belong together.
         ProducerError: vLLM died or missed a deadline.
     """
-    from eagle3_lightning.export.read import check_target, check_weights, read_export
+    from eagle3_lightning.export.read import check_target, read_export
+    from eagle3_lightning.export.weights import check_weights
     from eagle3_lightning.options import TargetOptions
     from eagle3_lightning.target import inspect_target
 
@@ -200,12 +201,15 @@ class _Runner:
     ) -> None:
         import torch
 
+        from eagle3_lightning.extract.engine import check_devices
+
         self._options, self._target, self._on_progress = options, target, on_progress
         engine = replace(
             options.engine,
             max_model_len=max(len(ids) for task in tasks for ids in task.prompts) + room_tokens,
             max_num_seqs=max(options.concurrency),
         )
+        check_devices(engine)
         self._arguments, self._env = engine_arguments(engine, on_cpu=not torch.cuda.is_available())
         self._log_dir = options.log_dir or options.draft.resolve().parent / "bench"
         try:
@@ -234,6 +238,7 @@ class _Runner:
         job = EngineJob(
             engine=self._arguments | arguments,
             env=self._env,
+            extra=options.engine.extra,
             tasks=tasks,
             max_new_tokens=options.max_new_tokens,
             result="",

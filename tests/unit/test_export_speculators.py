@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from export_support import LAYERS, make_draft, make_target
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3_lightning.batch import Eagle3Batch
 from eagle3_lightning.draft.model import Eagle3Draft, Unroll
 from eagle3_lightning.draft.plan import plan_unroll
+from eagle3_lightning.export.read import read_export
 from eagle3_lightning.export.speculators import export_draft
+from eagle3_lightning.export.weights import check_weights
 from eagle3_lightning.target import TargetInfo, load_embeddings
 
 SLOTS, STEPS = 24, 3
@@ -39,6 +42,7 @@ def test_same_logits_in_speculators(tmp_path: Path, options: dict[str, object]) 
         num_speculative_tokens=STEPS,
         vllm_version=None,
     ).path
+    check_weights(read_export(out, "--draft"), "--draft")
     batch = make_batch(target, draft)
     ours, theirs = our_logits(draft, batch), speculators_logits(out, target, batch)
     for step in range(STEPS):
@@ -83,6 +87,12 @@ def speculators_logits(out: Path, target: TargetInfo, batch: Eagle3Batch) -> lis
     model = Eagle3DraftModel.from_pretrained(str(out), config=config).float()
     # speculators 0.9.0 with Transformers 5.19 leaves absent embeddings at zero instead of reading the verifier's.
     model.embed_tokens.weight.copy_(load_embeddings(target))
+    # What its trainer writes, embeddings among it, the bench must take.
+    model.to(torch.bfloat16).save_pretrained(str(out.parent / "theirs"))
+    written = read_export(out.parent / "theirs", "--draft")
+    assert "embed_tokens.weight" in load_file(written.path / "model.safetensors")
+    check_weights(written, "--draft")
+    model.float()
     logits: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     model(
