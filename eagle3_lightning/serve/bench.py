@@ -7,6 +7,7 @@ the others: it holds both texts and can be asked how close the target's decision
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ class BenchOptions:
         max_new_tokens: longest answer.
         max_prompts: run only the first so many prompts of a file: one number, or one for each concurrency, since few
             requests at once need far longer for as many prompts. Empty runs all.
-        log_dir: directory for vLLM's logs; None makes `bench` beside the draft.
+        log_dir: directory for vLLM's logs, `vllm_draft_K.log` and `vllm_target.log`; None makes `bench` beside the
+            draft. What is there is kept: a second bench adds `_2` to its names.
         check_rounding: run the target alone a second time, at the highest concurrency and with the prompts in the
             opposite order, to show what rounding alone changes in 16 bits.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
@@ -113,7 +115,7 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
     tasks = _tasks(options, rendered)
     most_at_once = max(options.concurrency)
     files = [str(file) for _ in options.concurrency for file in rendered]
-    runner = _Runner(options, str(target.path), tasks, room_tokens, on_progress)
+    runner = _Runner(options, str(target.path), depths, tasks, room_tokens, on_progress)
     drafted = {depth: runner.run(depth, tasks) for depth in depths}
     judged = [
         msgspec.structs.replace(
@@ -197,7 +199,13 @@ class _Runner:
     """Runs the same tasks in one engine after the other."""
 
     def __init__(
-        self, options: BenchOptions, target: str, tasks: list[Task], room_tokens: int, on_progress: OnProgress
+        self,
+        options: BenchOptions,
+        target: str,
+        depths: list[int],
+        tasks: list[Task],
+        room_tokens: int,
+        on_progress: OnProgress,
     ) -> None:
         import torch
 
@@ -214,6 +222,7 @@ class _Runner:
         self._log_dir = options.log_dir or options.draft.resolve().parent / "bench"
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._logs = log_files(self._log_dir, depths)
         except OSError as error:
             raise ConfigError(
                 "--log_dir",
@@ -230,9 +239,9 @@ class _Runner:
             self._options,
             {"model": self._target, "trust_remote_code": self._options.trust_remote_code},
         )
-        label, name = "target alone", "vllm_target.log"
+        label = "target alone"
         if depth is not None:
-            label, name = f"draft of {depth}", f"vllm_draft_{depth}.log"
+            label = f"draft of {depth}"
             draft = str(options.draft.resolve())
             arguments["speculative_config"] = {"method": "eagle3", "model": draft, "num_speculative_tokens": depth}
         job = EngineJob(
@@ -247,8 +256,19 @@ class _Runner:
         return run_engine(
             job,
             label=label,
-            log_file=self._log_dir / name,
+            log_file=self._logs[depth],
             start_timeout_s=options.engine.start_timeout_s,
             step_timeout_s=options.engine.step_timeout_s,
             on_progress=lambda progress: self._on_progress(label, progress),
         )
+
+
+def log_files(directory: Path, depths: list[int]) -> dict[int | None, Path]:
+    """A file that is not there for each engine of a bench, all of them with one number; None is the target alone."""
+    names = {depth: f"vllm_draft_{depth}" for depth in depths} | {None: "vllm_target"}
+    for number in count(1):
+        suffix = "" if number == 1 else f"_{number}"
+        files = {depth: directory / f"{name}{suffix}.log" for depth, name in names.items()}
+        if not any(os.path.lexists(file) for file in files.values()):
+            return files
+    raise AssertionError

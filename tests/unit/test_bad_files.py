@@ -251,4 +251,4 @@ def test_a_log_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
     file.touch()
     options = BenchOptions(make_export(tmp_path / "draft"), [tmp_path / "prompts.jsonl"], log_dir=file)
     with pytest.raises(ConfigError, match="--log_dir"):
-        _Runner(options, "target", [Task("one", [[1, 2]], 1)], 8, lambda label, progress: None)
+        _Runner(options, "target", [3], [Task("one", [[1, 2]], 1)], 8, lambda label, progress: None)

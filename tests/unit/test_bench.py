@@ -11,7 +11,7 @@ from eagle3_lightning.cli import main
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract.engine import OWN_ARGUMENTS, check_extra
 from eagle3_lightning.options import EngineOptions, TargetOptions
-from eagle3_lightning.serve.bench import BenchOptions
+from eagle3_lightning.serve.bench import BenchOptions, log_files
 from eagle3_lightning.serve.command import against_simulation
 from eagle3_lightning.serve.engine_args import RESERVED, engine_arguments
 from eagle3_lightning.serve.messages import Difference, Pass
@@ -174,6 +174,22 @@ def test_a_summary_keeps_what_others_wrote(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         update_summary(file, {})
+
+
+def test_a_later_bench_keeps_the_logs_of_an_earlier_one(tmp_path: Path) -> None:
+    benches = []
+    for depths, stopped in (([3, 5], False), ([3], True), ([5], False), ([7], False)):
+        files = log_files(tmp_path, depths)
+        benches.append(sorted(file.name for file in files.values()))
+        for depth, file in files.items():
+            if not stopped or depth is not None:  # Ctrl-C comes before the target alone
+                file.touch(exist_ok=False)
+    assert benches == [
+        ["vllm_draft_3.log", "vllm_draft_5.log", "vllm_target.log"],
+        ["vllm_draft_3_2.log", "vllm_target_2.log"],
+        ["vllm_draft_5_2.log", "vllm_target_2.log"],
+        ["vllm_draft_7_3.log", "vllm_target_3.log"],
+    ]
 
 
 def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
