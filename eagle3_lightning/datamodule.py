@@ -17,6 +17,7 @@ from eagle3_lightning.data_feed import AnySample
 from eagle3_lightning.data_loaders import TrainLoader, ValLoader, drain
 from eagle3_lightning.data_open import AnyFeed, AnyStream, DataOpener, DataOptions, sampling_fingerprint
 from eagle3_lightning.data_stream import Prefetcher, Round, RoundMaker, StepLedger, make_filler
+from eagle3_lightning.data_warnings import warn_of_few_held_out, warn_of_little_data
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.options import (
@@ -154,9 +155,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
             self._extractor = opener.extractor
             if self._feed is None:
                 self._close()
-        if "val" not in self._streams and stage == "fit" and self.trainer is not None:
-            _log.info("no prompt is held out, so there is no validation")
-            self.trainer.limit_val_batches = 0
+        if stage == "fit" and self.trainer is not None:
+            if self.trainer.is_global_zero and self.trainer.limit_val_batches != 0:
+                warn_of_few_held_out(self.prompts, self._num_val if "val" in self._streams else 0)
+            if "val" not in self._streams:
+                self.trainer.limit_val_batches = 0
 
     def teardown(self, stage: str) -> None:
         """Stop the batch thread and vLLM; nothing is left running."""
@@ -222,11 +225,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
         assert self._maker is not None
         special_ids = self._streams["train"].chat.special_ids
         calibrator = Calibrator(self.info.vocab_size, len(self.layers.aux), self.info.hidden_size, special_ids)
-        num_rows = 0
+        num_samples = num_rows = 0
 
         def add(sample: AnySample) -> None:
-            nonlocal num_rows
-            num_rows += sample.num_rows
+            nonlocal num_samples, num_rows
+            num_samples, num_rows = num_samples + 1, num_rows + sample.num_rows
             calibrator.add(sample.token_ids[: sample.num_rows], sample.spans, sample.rows()[:, : len(self.layers.aux)])
 
         self._maker.on_sample = add
@@ -235,7 +238,8 @@ class HiddenStateDataModule(pl.LightningDataModule):
             if num_rows >= self.batch_options.calibration_tokens or round_.last:
                 break
         self._maker.on_sample = None
-        _log.info("calibrated on %d token rows of the first %d rounds", num_rows, len(self._held))
+        if self.trainer is not None and self.trainer.is_global_zero:
+            warn_of_little_data(self.batch_options, num_samples, num_rows)
         return calibrator.result()
 
     def preview(self, num_samples: int) -> list[Preview]:

@@ -12,7 +12,8 @@ from eagle3_lightning.options import (
 )
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.requests import RequestStream
-from eagle3_lightning.prompts.sources import AnySource, as_sources, check_faults, open_source, split_by_hash
+from eagle3_lightning.prompts.sources import AnySource, as_sources, check_faults, open_source
+from eagle3_lightning.prompts.split import Split
 from eagle3_lightning.prompts.tables import StreamSource
 from eagle3_lightning.stream.messages import Stream
 from eagle3_lightning.target import TargetInfo
@@ -43,8 +44,7 @@ def open_prompts(
     if not train:
         raise ConfigError(TRAIN, [], "no source is named", "Name at least one file of prompts, or `self`.")
     chat = ChatTokenizer(info, dict(prompts.chat_template_kwargs), target.trust_remote_code)
-    splits = not val and prompts.val_fraction > 0
-    keep = split_by_hash(prompts.val_fraction, val=False) if splits else None
+    split = Split(prompts.val_fraction) if not val and prompts.val_fraction > 0 else None
 
     def stream(kind: Stream, option: str, options: list[SourceOptions], sources: list[AnySource], seed: int) -> None:
         check_faults(sources, option, queue.max_dropped_share)
@@ -53,18 +53,36 @@ def open_prompts(
         made.check(option)
         streams[kind] = made
 
+    def hold_out(held_out: list[tuple[SourceOptions, AnySource]]) -> None:
+        some = [(options, source) for options, source in held_out if isinstance(source, StreamSource) or len(source)]
+        if prompts.max_val_samples > 0 and some:
+            options, sources = map(list, zip(*some, strict=True))
+            stream("val", VAL if val else TRAIN, options, sources, VAL_SEED)
+
     streams: dict[Stream, RequestStream] = {}
+    held_out = [] if split is None else _split_off(train, split)
+    if split is not None and split.is_widened:
+        try:
+            hold_out(held_out)
+        except ConfigError:  # the one row that it would be cannot be used
+            split.narrow()
+        held_out = []
+    keep = None if split is None else split.trained
     stream("train", TRAIN, train, [open_source(source, TRAIN, keep, seed) for source in train], seed)
-    if splits:
-        keep = split_by_hash(prompts.val_fraction, val=True)
-        held_out = [(source, open_source(source, TRAIN, keep, VAL_SEED)) for source in train]
-    else:
-        held_out = [(source, open_source(source, VAL, None, VAL_SEED)) for source in val]
-    held_out = [(options, source) for options, source in held_out if isinstance(source, StreamSource) or len(source)]
-    if prompts.max_val_samples > 0 and held_out:
-        options, sources = map(list, zip(*held_out, strict=True))
-        stream("val", VAL if val else TRAIN, options, sources, VAL_SEED)
+    hold_out(held_out or [(source, open_source(source, VAL, None, VAL_SEED)) for source in val])
     return streams
+
+
+def _split_off(train: list[SourceOptions], split: Split) -> list[tuple[SourceOptions, AnySource]]:
+    """The held-out rows of each source; one row in all where none would be, and there are more than a handful."""
+
+    def opened() -> list[tuple[SourceOptions, AnySource]]:
+        return [(source, open_source(source, TRAIN, split.held_out, VAL_SEED)) for source in train]
+
+    held_out = opened()
+    if any(isinstance(source, StreamSource) or len(source) for _, source in held_out) or not split.widen():
+        return held_out
+    return opened()
 
 
 def check_lengths(info: TargetInfo, engine: EngineOptions, sampling: SamplingOptions) -> None:

@@ -1,6 +1,5 @@
 """Where prompts come from: opens what the options name, splits it, and counts what cannot be used."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -144,17 +143,6 @@ def _first_byte(path: Path, option: str) -> Iterator[bytes]:
                     return
     except OSError as error:
         raise ConfigError(option, str(path), f"it cannot be read ({error.strerror})", "Check the path.") from error
-
-
-def split_by_hash(val_fraction: float, val: bool) -> Keep:
-    """The rows whose hash falls below `val_fraction`, or the others. The same row always falls on the same side."""
-    threshold = int(val_fraction * 2**64)
-
-    def keep(line: bytes) -> bool:
-        digest = hashlib.blake2b(line.strip(), digest_size=8).digest()
-        return (int.from_bytes(digest, "big") < threshold) is val
-
-    return keep
 
 
 def check_faults(

@@ -12,7 +12,8 @@ from eagle3_lightning.options import CacheOptions, PromptOptions, SamplingOption
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.order import SampleOrder
 from eagle3_lightning.prompts.setup import TRAIN, VAL, VAL_SEED, source_weights
-from eagle3_lightning.prompts.sources import as_sources, check_unused, split_by_hash
+from eagle3_lightning.prompts.sources import as_sources, check_unused
+from eagle3_lightning.prompts.split import Split
 from eagle3_lightning.stream.files import FinalNorm, StoredSample
 from eagle3_lightning.stream.foreign import PtSample, StateSource, holds_states
 from eagle3_lightning.stream.messages import Dropped, Stream
@@ -98,11 +99,18 @@ def open_states(
         held_out = [(s, list(range(len(s)))) for s in (StateSource(o, VAL, info, plan, norm, dtype) for o in val)]
         kept = [(source, list(range(len(source)))) for source in opened]
     else:
-        keep = split_by_hash(prompts.val_fraction, val=False)
-        kept = [(s, [row for row in range(len(s)) if keep(str(row).encode())]) for s in opened]
-        held_out = [(s, [row for row in range(len(s)) if not keep(str(row).encode())]) for s in opened]
+        split = Split(prompts.val_fraction)
+        if not any(split.held_out(_key(row)) for source in opened for row in range(len(source))):
+            split.widen()
+        kept = [(s, [row for row in range(len(s)) if split.trained(_key(row))]) for s in opened]
+        held_out = [(s, [row for row in range(len(s)) if not split.trained(_key(row))]) for s in opened]
     streams = {"train": StateStream("train", kept, source_weights(train, [], TRAIN), chat, seed)}
     held_out = [(source, rows) for source, rows in held_out if rows]
     if prompts.max_val_samples > 0 and held_out:
         streams["val"] = StateStream("val", held_out, None, chat, VAL_SEED)
     return streams  # type: ignore[return-value]
+
+
+def _key(row: int) -> bytes:
+    """What of a stored sample decides on which side it falls: its number, since nothing of it has been read."""
+    return str(row).encode()

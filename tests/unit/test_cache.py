@@ -212,6 +212,17 @@ def test_stored_states_leave_no_option_unread(make_data, tmp_path, group, option
         data.check()
 
 
+def test_of_few_stored_states_one_is_held_out(make_data, tmp_path):
+    fit(make_data(), max_epochs=1)
+    sizes = []
+    for fraction in (0.0, 1e-9):
+        data = make_data(NoEngine, prompts=PromptOptions([str(tmp_path / "cache")], val_fraction=fraction), dir=None)
+        fit(data, max_epochs=1)
+        sizes.append({name: stream.epoch_size for name, stream in data._streams.items()})
+    whole, split = sizes
+    assert split == {"train": whole["train"] - 1, "val": 1}
+
+
 @pytest.mark.parametrize("name", ["layers", "layer_convention", "split"])
 def test_prompts_leave_no_option_unread(make_data, tmp_path, name):
     value = {"layers": [1, 2, 3], "layer_convention": "vllm", "split": "test"}[name]

@@ -75,14 +75,14 @@ def make_data(target, tmp_path):
     return make
 
 
-def fit(data, tmp_path=None, ckpt_path=None, **kwargs):
+def fit(data, tmp_path=None, ckpt_path=None, module=None, **kwargs):
     settings = {"max_epochs": 1, "num_sanity_val_steps": 0} | kwargs
     callbacks = []
     if tmp_path is not None:
         callbacks = [pl.callbacks.ModelCheckpoint(tmp_path / "ckpt", "{step}", every_n_train_steps=1, save_top_k=-1)]
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
                          enable_checkpointing=bool(callbacks), callbacks=callbacks, **settings)  # fmt: skip
-    module = Recorder()
+    module = module or Recorder()
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module
 
@@ -284,3 +284,44 @@ def test_the_preview_shows_what_is_trained_on(make_data, tmp_path):
     start, end = first.spans[0]
     text = data._streams["train"].chat.decode(first.prompt_ids[start + 1 : end])
     assert f"<mark>{text.replace('<', '&lt;').replace('>', '&gt;')}</mark>" in page
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "eagle3_lightning.data_warnings"]
+
+
+def test_a_run_without_a_validation_says_so(make_data, caplog):
+    data = make_data(9)
+    data.prompts = PromptOptions(data.prompts.train, val_fraction=0.001)
+    fit(data, max_steps=1)
+    (told,) = warnings_of(caplog)
+    assert told.startswith(
+        "no sample is held out (data.prompts.val_fraction = 0.001), so there is no validation and no "
+    )
+    assert "name held-out prompts with data.prompts.val, raise val_fraction" in told
+    caplog.clear()
+    data = make_data(40)
+    data.prompts = PromptOptions(data.prompts.train, val_fraction=0.001)
+    module = fit(data, max_steps=1, val_check_interval=1)
+    assert len(module.val[0]) == 1
+    (told,) = warnings_of(caplog)
+    assert told.startswith("only 1 of the samples is held out (data.prompts.val_fraction = 0.001), so the validation's")
+    caplog.clear()
+    for data, options in ((make_data(9), {}), (make_data(40, val=2), {}), (make_data(40), {"limit_val_batches": 0})):
+        fit(data, max_steps=1, **options)  # none is wanted, or prompts are named for it
+    assert warnings_of(caplog) == []
+
+
+def test_a_data_set_that_is_less_than_the_calibration_asks_for_is_told(make_data, caplog):
+    for number, expected in ((3, 1), (40, 0)):  # 300 tokens are asked for
+
+        class Calibrates(Recorder):
+            def on_fit_start(self):
+                self.trainer.datamodule.calibrate()
+
+        caplog.clear()
+        fit(make_data(number), module=Calibrates())
+        told = [line for line in warnings_of(caplog) if "the whole data set is" in line]
+        assert len(told) == expected
+        assert all(line.startswith("the whole data set is 3 samples of ") for line in told)
+        assert all("less than data.batch.calibration_tokens = 300" in line for line in told)

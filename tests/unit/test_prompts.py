@@ -21,7 +21,8 @@ from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.order import Permutation, SampleOrder
 from eagle3_lightning.prompts.records import RecordError, name_faults, parse_record
 from eagle3_lightning.prompts.setup import open_prompts
-from eagle3_lightning.prompts.sources import open_source, split_by_hash
+from eagle3_lightning.prompts.sources import open_source
+from eagle3_lightning.prompts.split import Split, _hash
 from eagle3_lightning.stream.messages import Dropped, Submit
 from eagle3_lightning.target import inspect_target
 
@@ -167,10 +168,10 @@ def test_rows_of_a_file_by_number_with_blank_lines_left_out(tmp_path):
 def test_many_rows_keep_few_offsets(tmp_path, monkeypatch):
     monkeypatch.setattr("eagle3_lightning.prompts.files._MAX_OFFSETS", 16)
     path = write_jsonl(tmp_path / "a.jsonl", ({"text": "x" * (i % 50) + str(i)} for i in range(1000)))
-    source = open_source(SourceOptions(str(path)), "opt", split_by_hash(0.1, val=False))
+    source = open_source(SourceOptions(str(path)), "opt", Split(0.1).trained)
     assert len(source._offsets) <= 17
     kept = [source.read(i).text.lstrip("x") for i in range(len(source))]
-    held = open_source(SourceOptions(str(path)), "opt", split_by_hash(0.1, val=True))
+    held = open_source(SourceOptions(str(path)), "opt", Split(0.1).held_out)
     others = [held.read(i).text.lstrip("x") for i in range(len(held))]
     assert sorted(map(int, kept + others)) == list(range(1000))
     assert 60 < len(others) < 140
@@ -179,7 +180,7 @@ def test_many_rows_keep_few_offsets(tmp_path, monkeypatch):
 def test_rows_of_a_split_are_the_lines_of_that_split_however_many(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f'{{"id": "{i}", "text": "row {i}"}}\n' + "\n" * (i % 7 == 0) for i in range(20_000)))
-    sides = [open_source(SourceOptions(str(file)), "o", split_by_hash(0.1, val)) for val in (False, True)]
+    sides = [open_source(SourceOptions(str(file)), "o", keep) for keep in (Split(0.1).trained, Split(0.1).held_out)]
     names = [[source.read(row).name for row in range(len(source))] for source in sides]
     assert all(ordered == sorted(ordered, key=int) for ordered in names)
     assert sorted(map(int, names[0] + names[1])) == list(range(20_000))
@@ -191,7 +192,7 @@ def test_rows_of_a_split_are_the_lines_of_that_split_however_many(tmp_path):
 def test_the_split_of_a_row_does_not_depend_on_its_neighbors(tmp_path):
     rows = [{"text": f"row {i}"} for i in range(300)]
     few, many = write_jsonl(tmp_path / "few.jsonl", rows[100:200]), write_jsonl(tmp_path / "many.jsonl", reversed(rows))
-    sources = [open_source(SourceOptions(str(path)), "o", split_by_hash(0.2, True)) for path in (few, many)]
+    sources = [open_source(SourceOptions(str(path)), "o", Split(0.2).held_out) for path in (few, many)]
     held = [{source.read(i).text for i in range(len(source))} for source in sources]
     assert held[0] == {text for text in held[1] if 100 <= int(text.split()[1]) < 200}
     assert held[0]
@@ -257,6 +258,41 @@ def test_prompts_are_the_same_in_every_run_and_the_validation_set_in_every_seed(
     trained = {tuple(one["train"][i].prompt_ids) for i in range(one["train"].epoch_size)}
     assert len(held) + len(trained) == 200
     assert not held & trained
+
+
+def sides(target, rows, path, **options):
+    """Texts that are held out, and those that are trained on."""
+    streams = open_all(target, [write_jsonl(path, rows)], **options)
+    chat = ChatTokenizer(inspect_target(target), {})
+    return [
+        {chat.decode(streams[name][i].prompt_ids) for i in range(streams[name].epoch_size)}
+        if name in streams
+        else set()
+        for name in ("val", "train")
+    ]
+
+
+def test_of_few_prompts_at_least_one_is_held_out(target, tmp_path):
+    """At 0.1 % none of 60 hashes is low enough; with the same rows it is the same prompt, in whatever order."""
+    rows = [{"prompt": f"question {i}"} for i in range(60)]
+    held, trained = sides(target, rows, tmp_path / "a.jsonl", val_fraction=1e-6)
+    assert (len(held), len(trained), held & trained) == (1, 59, set())
+    assert sides(target, rows[::-1], tmp_path / "b.jsonl", val_fraction=1e-6)[0] == held
+    assert sides(target, rows, tmp_path / "c.jsonl", val_fraction=0.0)[0] == set()  # as it was asked for
+    assert sides(target, rows[:9], tmp_path / "d.jsonl", val_fraction=1e-6)[0] == set()  # a handful
+    alike = rows[:1] * 20  # all rows have the least hash: none would be left to train on
+    assert len(sides(target, alike, tmp_path / "e.jsonl", val_fraction=1e-9)[0]) == 0
+
+
+def test_a_row_that_cannot_be_used_is_not_the_one_to_hold_out(target, tmp_path):
+    rows = [{"prompt": f"question {i}"} for i in range(60)]
+    least = min(_hash(json.dumps(row).encode()) for row in rows)
+    long = ({"prompt": f"{n} " + "x" * 500} for n in range(10_000))
+    rows.append(next(row for row in long if _hash(json.dumps(row).encode()) < least))
+    held, trained = sides(target, rows[:-1], tmp_path / "a.jsonl", val_fraction=1e-9)
+    assert (len(held), len(trained)) == (1, 59)
+    streams = open_all(target, [write_jsonl(tmp_path / "b.jsonl", rows)], val_fraction=1e-9)
+    assert [(name, stream.epoch_size) for name, stream in streams.items()] == [("train", 61)]
 
 
 def test_requests_of_sampled_answers_have_seeds_of_their_own(target, tmp_path):

@@ -10,7 +10,8 @@ import pytest
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SourceOptions
 from eagle3_lightning.prompts.order import SampleOrder
-from eagle3_lightning.prompts.sources import as_sources, check_faults, open_source, split_by_hash
+from eagle3_lightning.prompts.sources import as_sources, check_faults, open_source
+from eagle3_lightning.prompts.split import Split
 from eagle3_lightning.prompts.tables import StreamSource
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -68,7 +69,9 @@ def test_keys_that_other_rows_have_do_not_appear_as_nulls(tmp_path):
 
 
 def test_rows_of_a_table_are_split_by_hash(places):
-    train, val = (open_source(places["parquet file"], "opt", split_by_hash(0.3, val)) for val in (False, True))
+    train, val = (
+        open_source(places["parquet file"], "opt", keep) for keep in (Split(0.3).trained, Split(0.3).held_out)
+    )
     names = [{r.name for r in read_all(source)} for source in (train, val)]
     assert names[0] | names[1] == {row["id"] for row in ROWS}
     assert not names[0] & names[1]
