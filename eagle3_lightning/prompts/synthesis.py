@@ -147,6 +147,8 @@ def synthesize_prompts(
         extractor = Extractor(
             info, layers, engine, queue, SamplingOptions(), log_dir, trust_remote_code=target.trust_remote_code
         )
+        # The directory is not this command's own: a `vllm.log` in it is another's.
+        extractor.log_path = log_dir / f"{out.name.removesuffix('.jsonl')}.vllm.log"
         try:
             extractor.start()
             return write_prompts(extractor, info, chat, options, out)

@@ -7,11 +7,12 @@ from itertools import islice
 import pytest
 from toy_target import make_target, make_tokenizer
 
-from eagle3_lightning.errors import ConfigError, SampleError
-from eagle3_lightning.options import SynthesisOptions, TargetOptions
+from eagle3_lightning.errors import ConfigError, ProducerError, SampleError
+from eagle3_lightning.extract.supervisor import Extractor
+from eagle3_lightning.options import EngineOptions, SynthesisOptions, TargetOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
 from eagle3_lightning.prompts.filters import PromptFilter, is_loop
-from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, collect, judge
+from eagle3_lightning.prompts.synthesis import Demand, SynthesisReport, collect, judge, synthesize_prompts
 from eagle3_lightning.stream.messages import Dropped, Sampling
 from eagle3_lightning.target import inspect_target
 
@@ -143,3 +144,22 @@ def test_a_target_that_writes_nothing_usable_is_given_up_with_its_counts(tmp_pat
     chat, options, said = chat_of(tmp_path), SynthesisOptions(num_prompts=100), []
     with pytest.raises(SampleError, match=r"too few usable prompts: 0 of 256 kept; thrown away: 256 aborted, 0 unf"):
         collect(Nothing(), chat, chat.user_turn(), options, Demand([1], options, Sampling()), said.append)
+
+
+def test_the_log_has_the_name_of_what_is_written(tmp_path, monkeypatch):
+    """Two files in one directory, and a run's own vllm.log, are not mixed."""
+    logs = []
+
+    class NotStarted(Extractor):
+        def start(self):
+            logs.append(self.log_path)
+            raise ProducerError("not in this test")
+
+    monkeypatch.setattr("eagle3_lightning.extract.supervisor.Extractor", NotStarted)
+    target = TargetOptions(str(make_target(tmp_path / "target")))
+    for name in ("one.jsonl", "two.jsonl", "three"):
+        with pytest.raises(ProducerError):
+            synthesize_prompts(
+                target, inspect_target(target), SynthesisOptions(num_prompts=1), EngineOptions(), tmp_path / name
+            )
+    assert logs == [tmp_path / f"{name}.vllm.log" for name in ("one", "two", "three")]
