@@ -308,7 +308,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The vLLM engine that makes the hidden states.
+    """The vLLM engine that runs the target.
 
     Attributes:
         max_model_len: longest prompt plus answer, in tokens.
@@ -322,7 +322,7 @@ class EngineOptions:
         cpu_threads: OpenMP threads of the engine on the CPU; None leaves it to vLLM.
         extra: further vLLM engine arguments; those that this project sets itself are refused.
         start_timeout_s: longest wait for the engine to start.
-        step_timeout_s: longest wait for the next sample while work is outstanding.
+        step_timeout_s: longest wait for the next finished request while work is outstanding.
     """
 
     max_model_len: int = 2048

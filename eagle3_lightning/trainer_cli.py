@@ -180,6 +180,14 @@ class Eagle3CLI(LightningCLI):
         for key in ("export", "preview"):
             parser.link_arguments("run_dir", f"{key}.run_dir")
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Say of a checkpoint what `check_checkpoint` takes; Lightning's help offers `best`, `hpc` and `registry`."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = "checkpoint to load: a file, or `last` for the last one of --run_dir"
+        return parser
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse what `main` was given (LightningCLI would warn that it is not the command line's own list)."""
         self.config = parser.parse_args(args)

@@ -66,6 +66,24 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
 
 
+@pytest.mark.parametrize("command", [["fit"], ["validate"]], ids=lambda command: command[0])
+def test_the_help_on_checkpoints_offers_what_is_taken(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.partition("\n  --ckpt_path CKPT_PATH")[2].partition("\n  --")[0].split())
+    assert text.startswith("checkpoint to load: a file, or `last` for the last one of --run_dir (type")
+    assert "registry" not in text
+
+
+@pytest.mark.parametrize("command", [["bench"], ["prompts", "synthesize"]], ids=lambda command: command[-1])
+def test_the_engines_help_is_true_where_no_states_are_made(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "The vLLM engine that runs the target" in text
+    assert "hidden states" not in text
+
+
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "no command 'trian'" in capsys.readouterr().err
