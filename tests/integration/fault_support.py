@@ -164,6 +164,19 @@ class Fit:
             return []
         return sorted(p for p in group_members(min(producers)) if b"resource_tracker" not in read_command(p))
 
+    def wait_for_vllm_process(self, number: int, what: str) -> int:
+        """The pid of one of them that lasts: at the start there are also some that run for a moment only."""
+        seen: list[int] = []
+
+        def lasts() -> bool:
+            before = seen[:]
+            seen[:] = self.vllm_processes()
+            time.sleep(0.2)
+            return len(before) > number and before[: number + 1] == seen[: number + 1]
+
+        self.wait_until(lasts, what)
+        return seen[number]
+
     # -- at its end ------------------------------------------------------------------------------------------------
 
     def finish(self, timeout_s: float = END_TIMEOUT_S) -> tuple[int, float]:

@@ -66,8 +66,7 @@ def ended(fit, reason):
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_of_a_part_of_vllm_while_it_starts(material, tmp_path, victim):
     fit = Fit(material, tmp_path / "run", "--data.batch.max_restarts=1", environment=PROCESSES)
-    fit.wait_until(lambda: len(fit.vllm_processes()) > VICTIMS[victim], victim)
-    os.kill(fit.vllm_processes()[VICTIMS[victim]], signal.SIGKILL)
+    os.kill(fit.wait_for_vllm_process(VICTIMS[victim], victim), signal.SIGKILL)
     outcome = ended(fit, "vLLM's producer")
     assert "The last lines of" in fit.output()
     OUTCOMES.append((f"{victim}, SIGKILL", START, f"{outcome}: reason and end of vllm.log"))
