@@ -52,7 +52,7 @@ def check_fit(trainer: Any) -> None:
     Raises:
         ConfigError: a number that makes no sense, or a run without a step or without an end.
     """
-    check_machine(trainer)
+    check_any(trainer)
     for name, (allowed, default) in _NUMBERS.items():
         check_number(f"trainer.{name}", trainer[name], allowed, default)
     if trainer.gradient_clip_algorithm == "value":
@@ -70,8 +70,8 @@ def check_fit(trainer: Any) -> None:
         )
 
 
-def check_machine(trainer: Any) -> None:
-    """Refuse what neither a fit nor a validation can do here: an accelerator, a precision, a trainer without callbacks.
+def check_any(trainer: Any) -> None:
+    """Refuse what neither a fit nor a validation can do: a precision, a trainer without callbacks.
 
     Args:
         trainer: its options, parsed.
@@ -86,8 +86,6 @@ def check_machine(trainer: Any) -> None:
             "a run needs its callbacks",
             "Turn things off one by one, as with trainer.enable_progress_bar.",
         )
-    if isinstance(trainer.accelerator, str):
-        _check_accelerator(trainer.accelerator)
     if trainer.precision is not None and str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
             "trainer.precision",
@@ -97,12 +95,21 @@ def check_machine(trainer: Any) -> None:
         )
 
 
-def _check_accelerator(name: str) -> None:
-    """Refuse one that is not there; Lightning's own words do not name the option."""
-    registry = AcceleratorRegistry
+def check_accelerator(trainer: Any) -> None:
+    """Refuse a device that this machine has not got; Lightning's own words do not name the option.
+
+    Args:
+        trainer: its options, parsed.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    name, registry = trainer.accelerator, AcceleratorRegistry
     usable = sorted(each for each in registry.available_accelerators() if registry[each]["accelerator"].is_available())
     gpus = {"cuda", "mps"}
-    if name in ("auto", *usable) or (name == "gpu" and gpus.intersection(usable)):
+    if name not in (*gpus, "gpu", *registry.available_accelerators()):
+        return  # which Lightning says of itself
+    if name in usable or (name == "gpu" and gpus.intersection(usable)):
         return
     raise ConfigError(
         "trainer.accelerator",

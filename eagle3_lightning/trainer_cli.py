@@ -42,9 +42,10 @@ from eagle3_lightning.resume import check_unfinished
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 from eagle3_lightning.trainer_checks import (
     check_attention,
+    check_accelerator,
+    check_any,
     check_checkpoint_numbers,
     check_fit,
-    check_machine,
     check_monitors,
 )
 from eagle3_lightning.usage import Usage
@@ -250,7 +251,8 @@ class Eagle3CLI(LightningCLI):
         """Check what spans several groups, and complete the loggers."""
         config = self.config[self.subcommand]
         validation = self.subcommand == "validate"
-        (check_machine if validation else check_fit)(config.trainer)
+        (check_any if validation else check_fit)(config.trainer)
+        check_accelerator(config.trainer)
         check_checkpoint_numbers(config.checkpoint)
         config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation)
         rank_zero_only(self._lock.acquire)(config.run_dir)
