@@ -3,14 +3,26 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser
+from jsonargparse.typing import register_type
 
 from eagle3_lightning.usage import Usage, compact, fields_of
 
 USAGE_ERROR = 2
+
+
+def _path(value: Any) -> Path:
+    """A path that says something: the empty one, often a variable that was not set, would be the current directory."""
+    if value == "":
+        raise ValueError("it is empty")
+    return Path(value)
+
+
+register_type(Path, str, _path, type_check=isinstance)
 
 
 class StrictParser(ArgumentParser):
@@ -74,10 +86,15 @@ class StrictParser(ArgumentParser):
         command = self._command()
         parsers = [self, *([subparsers[command]] if command else subparsers.values())]
         options: dict[str, Any] = {}
+        shown: dict[str, str] = {}
         for parser in parsers:
             for action in parser._actions:
                 options |= fields_of(action.dest, getattr(action, "_typehint", None))
-        usage = Usage(options, subparsers)
+                if not action.option_strings and isinstance(action.metavar, str):
+                    shown[action.dest] = action.metavar
+                elif f"--{action.dest}" in action.option_strings and "." not in action.dest:
+                    shown[action.dest] = f"--{action.dest}"
+        usage = Usage(options, subparsers, shown)
         for parser in parsers:
             usage.files |= getattr(parser, "_files", {})
         return usage

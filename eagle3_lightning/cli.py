@@ -3,6 +3,7 @@
 Nothing heavy is imported here: `eagle3 --help` answers at once, and each subcommand imports what it needs.
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eagle3_lightning {__version__}")
         return 0
     if arguments[0] not in COMMANDS:
-        print(f"eagle3: there is no command {arguments[0]!r}. It is one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+        remedy = f"Did you mean {close[0]}?" if close else f"It is one of {', '.join(COMMANDS)}."
+        print(f"eagle3: there is no command {arguments[0]!r}. {remedy}", file=sys.stderr)
         return 2
     try:
         command: Any = importlib.import_module(COMMANDS[arguments[0]][0])

@@ -45,6 +45,8 @@ class TargetOptions:
     def __post_init__(self) -> None:
         """Refuse a path that is null."""
         refuse_null("target", self)
+        if not self.path.strip():
+            raise ConfigError("target.path", self.path, "it is empty", "Name a checkpoint directory or a hub id.")
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def check_run_dir(run_dir: Path, ckpt_path: str | None) -> None:
         "it exists and is not empty",
         "Name a new directory, or go on with that run: --ckpt_path last."
         if resumable
-        else "It has no checkpoint to go on from: remove it, or name a new directory.",
+        else "It holds no checkpoint to go on from: name a new directory.",
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -13,6 +14,12 @@ _MAX_CHARS = 400
 _OURS = re.compile(r"^\s*(?:- )?((?:--)?\w+(?:\.\w+)+ = .*: .*\.)$", re.MULTILINE)  # a ConfigError's text
 _MISSING = re.compile(r"the following arguments are required: (.*)")
 _KEY = re.compile(r'Parser key "([^"]+)"')
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)")
+_NOT_YAML = re.compile(r"Problems parsing config: (.*)", re.DOTALL)
+_PLACE = re.compile(
+    r'\s*in "<[^>]*>", (line \d+, column \d+|position \d+)(?::\n.*(?:\n *\^)?)?'
+)  # with the line itself, and a mark
+_EMPTY = "Not of type Path: it is empty"
 _UNKNOWN = re.compile(r"(?:Option '([^']+)' is not accepted|(?:Group '([^']+)' )?does not accept option '([^']+)')")
 _VALUE = re.compile(r"(?:Got value|Given value): (.*)|Unable to load config '?(.*?)'?$", re.MULTILINE)
 _UNION = re.compile(r"^\s*Subtypes: \[(.*)\]$", re.MULTILINE)
@@ -22,14 +29,17 @@ _EXPECTED = re.compile(r"Expected an? (.*?)(?:\. Got value: .*)?$", re.MULTILINE
 class Usage:
     """The options that there are, and the files that were read; knows where a name was meant to lead."""
 
-    def __init__(self, options: Mapping[str, Any], subcommands: Iterable[str] = ()) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], subcommands: Iterable[str] = (), shown: Mapping[str, str] | None = None
+    ) -> None:
         """Take them in.
 
         Args:
             options: name -> type.
             subcommands: stand before the names of their options in messages, and go.
+            shown: name -> as the user knows it, where that is something else: `--run_dir`, or RUN for a place.
         """
-        self._options, self._subcommands = dict(options), tuple(subcommands)
+        self._options, self._subcommands, self._shown = dict(options), tuple(subcommands), dict(shown or {})
         self.files: dict[str, str] = {}  # name -> content
 
     def explain(self, message: str, reading: str | None = None) -> str | None:
@@ -41,6 +51,10 @@ class Usage:
         """
         if ours := _OURS.search(message):
             return _in(reading, ours.group(1))
+        if (unrecognized := _UNRECOGNIZED.search(message)) is not None:
+            return self._unrecognized(unrecognized.group(1).split())
+        if (fault := _NOT_YAML.search(message)) is not None:
+            return _in(reading or "--config", _not_yaml(fault.group(1), self.files.get(reading or "", "")))
         key = _KEY.search(message)
         option = self._plain(key.group(1)) if key else ""
         if (unknown := _UNKNOWN.search(message)) is not None:
@@ -61,15 +75,27 @@ class Usage:
         value = next((text for text in given.groups() if text is not None), "") if given else ""
         if value == "None" or "not NoneType" in message:
             return self._required([option])
+        if _EMPTY in message or (value in ("", "''") and Path in _flat(self._options.get(option))):
+            return _in(reading, f"{self._name(option)} = '': it is empty. Name a file or a directory.")
         problem = self._problem(message)
         if problem is None and key is not None:
-            return _in(reading, f"{option}: {compact(message[key.end() :].strip(' :'))}")
-        return _in(reading, f"{option} = {_shown(value)}: {problem}.{self._nearest_class(option, value)}")
+            return _in(reading, f"{self._name(option)}: {compact(message[key.end() :].strip(' :'))}")
+        return _in(reading, f"{self._name(option)} = {_shown(value)}: {problem}.{self._nearest_value(option, value)}")
+
+    def _name(self, option: str) -> str:
+        return self._shown.get(option, option)
+
+    def _unrecognized(self, words: list[str]) -> str | None:
+        """Of flags that there are not; None for a word that belongs to no flag."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if not flags:
+            return None
+        return " ".join(f"{flag}: there is no such option.{self._nearest(flag[2:], '--')}" for flag in flags)
 
     def _required(self, names: list[str]) -> str:
         where = " or in the file of --config" if "config" in self._options else ""
         each = "it" if len(names) == 1 else "them"
-        return f"{', '.join(names)}: required and not given. Give {each} on the command line{where}."
+        return f"{', '.join(map(self._name, names))}: required and not given. Give {each} on the command line{where}."
 
     def _plain(self, name: str) -> str:
         first, _, rest = name.partition(".")
@@ -84,16 +110,15 @@ class Usage:
             return f"it must be of type {_types(expected.group(1))}"
         return None
 
-    def _nearest(self, path: str) -> str:
+    def _nearest(self, path: str, dashes: str = "") -> str:
         close = difflib.get_close_matches(path, self._options, 1)
-        if not close:
-            return ""
-        return f" Did you mean {close[0]}?"
+        return f" Did you mean {self._shown.get(close[0], f'{dashes}{close[0]}')}?" if close else ""
 
-    def _nearest_class(self, option: str, value: str) -> str:
-        names = {kind.__name__ for kind in _classes(self._options.get(option)) if not kind.__name__.startswith("_")}
-        close = difflib.get_close_matches(value, names, 1)
-        return f" Did you mean {close[0]}?" if close else ""
+    def _nearest_value(self, option: str, value: str) -> str:
+        """Of a class or of one of several words."""
+        hint = self._options.get(option)
+        names = {kind.__name__ for kind in _classes(hint) if not kind.__name__.startswith("_")}
+        return did_you_mean(value, names | {kind for kind in _flat(hint) if isinstance(kind, str)})
 
     def _file_with(self, path: str) -> str | None:
         """The last file that has this option in it."""
@@ -107,6 +132,22 @@ class Usage:
             if found is not None:
                 return file
         return None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the words that there are; empty if none is near."""
+    close = difflib.get_close_matches(word, sorted(known), 1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _not_yaml(fault: str, content: str) -> str:
+    """Where a file stops being YAML, and why, from the parser's several lines."""
+    places = _PLACE.findall(fault)
+    why = compact(_PLACE.sub(",", fault)).strip(" ,").replace(" ,", ",")
+    where = f"{places[-1]}: " if places else ""
+    line = content.splitlines()[int(places[-1].split()[1].rstrip(",")) - 1 :][:1] if "line" in where else []
+    tab = " Indent with spaces, not with tabs." if any("\t" in each for each in line) else ""
+    return f"{where}it is not YAML ({why}).{tab}"
 
 
 def compact(message: str) -> str:

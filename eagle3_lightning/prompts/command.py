@@ -24,6 +24,7 @@ from eagle3_lightning.options import (
     SynthesisOptions,
     TargetOptions,
 )
+from eagle3_lightning.usage import did_you_mean
 
 _USAGE = """usage: eagle3 prompts preview --target.path T --prompts.train FILE [options]
        eagle3 prompts preview --config RUN_YAML [options]
@@ -37,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `eagle3 prompts ...`."""
     commands = {"preview": preview, "synthesize": synthesize}
     if len(argv) < 2 or argv[1] not in commands:
+        if len(argv) > 1 and argv[1] not in ("--help", "-h"):
+            nearest = did_you_mean(argv[1], commands)
+            print(f"eagle3 prompts: there is no command {argv[1]!r}.{nearest}", file=sys.stderr)
         print(f"{_USAGE}\n(each with --help for its options)", file=sys.stderr)
         return 0 if argv[1:] in (["--help"], ["-h"]) else 2
     try:

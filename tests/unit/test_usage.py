@@ -56,6 +56,16 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
             "data: {prompts: {train: {path: x, weight: abc}}}",
             "FILE: data.prompts.train.weight = 'abc': it must be one of: float, null.",
         ),
+        ("run_dir: ''", "FILE: --run_dir = '': it is empty. Name a file or a directory."),
+        (
+            "trainer:\n\tmax_steps: 3\n",
+            "FILE: line 2, column 1: it is not YAML (while scanning for the next token found character that cannot "
+            "start any token). Indent with spaces, not with tabs.",
+        ),
+        (
+            "trainer: {max_steps: 3",
+            "FILE: line 2, column 1: it is not YAML (while parsing a flow mapping, did not find",
+        ),
     ],
 )
 def test_a_mistake_in_a_file(
@@ -75,7 +85,26 @@ def test_a_mistake_in_a_file(
         (["--data.engine.extra", "5"], "data.engine.extra = 5: it must be of type dict."),
         (["--data.prompts.train", "{weight: 3}"], "data.prompts.train.path: required and not given."),
         (["--data.prompts.train", "{path: x, weight: -3}"], "data.prompts.train.weight = -3.0: a share must be"),
-        (["--config", "/nowhere.yaml"], "config: File does not exist: '/nowhere.yaml'."),
+        (["--config", "/nowhere.yaml"], "--config: File does not exist: '/nowhere.yaml'."),
+        (
+            ["--trainer.max_step", "10"],
+            "--trainer.max_step: there is no such option. Did you mean --trainer.max_steps?",
+        ),
+        (["--run-dri=x"], "--run_dri: there is no such option. Did you mean --run_dir?"),
+        (
+            ["--max_steps=3", "--qqqq"],
+            "--max_steps: there is no such option. Did you mean --trainer.max_steps? --qqqq: ",
+        ),
+        (
+            ["--model.optim.name", "admw"],
+            "model.optim.name = 'admw': it must be of type Literal['adamw', 'muon']. Did ",
+        ),
+        (["--run_dir="], "--run_dir = '': it is empty. Name a file or a directory."),
+        (["--run_dir", ""], "--run_dir = '': it is empty."),
+        (["--data.cache.dir="], "data.cache.dir = '': it is empty."),
+        (["--acceptance.prompts="], "acceptance.prompts = '': it is empty."),
+        (["--data.cache", "{dir: ''}"], "data.cache.dir = '': it is empty."),
+        (["--target.path="], "target.path = '': it is empty. Name a"),
     ],
 )
 def test_a_mistake_in_a_flag(
@@ -93,14 +122,37 @@ def test_the_nearest_class_is_named(fit: list[str], capsys: pytest.CaptureFixtur
     [
         (["plan"], "target.path"),
         (["fit"], "target.path"),
-        (["fit", "--target.path", "x"], "run_dir"),
+        (["fit", "--target.path", "x"], "--run_dir"),
         (["fit", "--target.path", "x", "--run_dir", "/nowhere/y"], "data.prompts.train"),
-        (["bench"], "draft, prompts"),
-        (["report"], "run_dir"),
+        (["bench"], "--draft, --prompts"),
+        (["report"], "RUN"),
     ],
 )
 def test_what_is_required_is_called_so(capsys: pytest.CaptureFixture[str], arguments: list[str], names: str) -> None:
     assert refusal(capsys, arguments).startswith(f"eagle3 {arguments[0]}: {names}: required and not given. Give ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["exprot"], "eagle3: there is no command 'exprot'. Did you mean export?"),
+        (["prompts", "previw"], "eagle3 prompts: there is no command 'previw'. Did you mean preview?"),
+        (["bench", "--drft", "x"], "eagle3 bench: --drft: there is no such option. Did you mean --draft?"),
+        (["bench", "--draft="], "eagle3 bench: --draft = '': it is empty. Name a file or a directory."),
+        (["export", "--ckpt=", "--out=x"], "eagle3 export: --ckpt = '': it is empty. Name a file or a directory."),
+        (["bench", "--draft=x", "--prompts", ""], "eagle3 bench: --prompts = '': it is empty. Name a file or"),
+        (
+            ["prompts", "preview", "--target.paht=x"],
+            "eagle3 prompts preview: --target.paht: there is no such option. Did",
+        ),
+    ],
+)
+def test_the_nearest_name_is_asked_for(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert refusal(capsys, arguments).startswith(message)
+
+
+def test_a_question_is_the_end_of_a_message(fit: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, [*fit, "--trainer.max_step", "1"]).endswith("max_steps?")
 
 
 def test_other_messages_are_left_alone() -> None:
