@@ -16,6 +16,7 @@ from eagle3_lightning.ranks import rank_zero_first
 from eagle3_lightning.serve.bench import BenchOptions, measure
 from eagle3_lightning.serve.engine_args import check_reserved
 from eagle3_lightning.serve.results import BenchReport, DraftFigures
+from eagle3_lightning.serve.table import never_accepted
 from eagle3_lightning.summary import served_figures, update_summary
 
 _NUM_ENGINES = 2  # with the draft, and the target alone
@@ -153,6 +154,8 @@ class AcceptanceCallback(Callback):
     def _record(self, trainer: Trainer, run_dir: Path, report: BenchReport) -> None:
         """Log the figures, put them into the summary, and keep the draft if it is the best one so far."""
         (figures,) = report.figures
+        for depth in report.never_accepted:
+            print(f"the draft of step {trainer.global_step}: {never_accepted(report, depth)}", flush=True)
         for logger in trainer.loggers:
             logger.log_metrics(serve_metrics(figures, report), step=trainer.global_step)
         update_summary(run_dir / SUMMARY_FILE, served_figures(report))

@@ -17,7 +17,7 @@ from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.engine_args import check_reserved, engine_arguments
 from eagle3_lightning.serve.messages import EngineJob, EngineResult, Outputs, Progress, Task
-from eagle3_lightning.serve.results import BenchReport, draft_figures, recommend, repeat_figures
+from eagle3_lightning.serve.results import BenchReport, draft_figures, never_accepted, recommend, repeat_figures
 from eagle3_lightning.summary import read_summary
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
         recommended=recommend(figures),
         lossless=all(figure.real_differences == 0 for figure in figures),
         repeats=repeats,
+        never_accepted=never_accepted(figures),
     )
 
 

@@ -106,7 +106,8 @@ def _parser() -> StrictParser:
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
-        help="of both models; in float32 the outputs must be identical",
+        help="of both models; in float32 the outputs must be identical: on a CPU they are, on CUDA vLLM's attention "
+        "computes in TF32 even then, and near-ties may part",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
     parser.add_argument(

@@ -8,9 +8,12 @@ from eagle3_lightning.serve.messages import Difference, Pass
 
 # Largest distance from the target's best log-probability, in nats, that rounding alone can turn around. The logits of
 # a 16-bit engine move by a few units in their last place when the batch changes (8 bits of mantissa: 0.125 between 16
-# and 32), and a speculative round is another batch. In float32 the outputs must be identical.
+# and 32), and a speculative round is another batch. In float32 the outputs must be identical. On the CPU they are; on
+# CUDA vLLM's float32 attention computes in TF32, and 6 of 160 outputs parted, at gaps of 0.0014 to 0.0116 nats.
 NEAR_TIE_NATS = {"float32": 0.0, "float16": 0.25, "bfloat16": 0.5}
 BOOTSTRAP_DRAWS = 1000
+# So many rounds without one accepted token are no longer chance: a badly trained draft finds some of the easy ones.
+MIN_ROUNDS = 100
 
 
 class DraftFigures(msgspec.Struct, frozen=True):
@@ -94,6 +97,8 @@ class BenchReport(msgspec.Struct, frozen=True):
         figures: one entry for each number of speculative tokens, concurrency and file of prompts.
         recommended: one entry for each concurrency, all files together.
         lossless: no output differs more than rounding explains.
+        never_accepted: each number of speculative tokens with which not one token was accepted in 100 rounds or more,
+            so that the draft is served wrongly, or was not trained at all.
         repeats: what rounding did to the target alone, at the highest concurrency, for comparison; it decides nothing.
     """
 
@@ -109,6 +114,7 @@ class BenchReport(msgspec.Struct, frozen=True):
     recommended: list[Recommendation]
     lossless: bool
     repeats: list[Repeat] = []
+    never_accepted: list[int] = []
 
 
 def draft_figures(
@@ -178,6 +184,17 @@ def acceptance_interval(tokens: list[int], rounds: list[int]) -> tuple[float, fl
         draws.append(sum(t for t, _ in drawn) / sum(r for _, r in drawn))
     draws.sort()
     return draws[int(0.025 * BOOTSTRAP_DRAWS)], draws[int(0.975 * BOOTSTRAP_DRAWS)]
+
+
+def never_accepted(figures: list[DraftFigures]) -> list[int]:
+    """Each number of speculative tokens with which nothing was accepted, in enough rounds to say so."""
+    depths = sorted({f.num_speculative_tokens for f in figures})
+    by_depth = {depth: [f for f in figures if f.num_speculative_tokens == depth] for depth in depths}
+    return [
+        depth
+        for depth, here in by_depth.items()
+        if all(f.acceptance_length == 1 for f in here) and sum(f.num_drafts for f in here) >= MIN_ROUNDS
+    ]
 
 
 def recommend(figures: list[DraftFigures]) -> list[Recommendation]:

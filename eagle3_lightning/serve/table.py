@@ -23,7 +23,20 @@ def as_text(report: BenchReport) -> str:
         lines += _differences(figures, report.dtype)
     lines += [""] + [_repeat(repeat) for repeat in report.repeats]
     lines += [f"lossless: {'yes' if report.lossless else 'NO'}{_meaning(report)}"]
-    return "\n".join(lines + [_advice(advice) for advice in report.recommended])
+    lines += [_advice(advice) for advice in report.recommended]
+    return "\n".join(lines + [never_accepted(report, depth) for depth in report.never_accepted])
+
+
+def never_accepted(report: BenchReport, depth: int) -> str:
+    """What it means that nothing of a draft was accepted."""
+    rounds = sum(figures.num_drafts for figures in report.figures if figures.num_speculative_tokens == depth)
+    return (
+        f"NOT ONE drafted token was accepted in {rounds} rounds with K = {depth}: this draft is served wrongly (or was "
+        "never trained); a badly trained one has some accepted. Look at: the version of vLLM (here "
+        f"{report.vllm_version}) and what it takes of config.json: norm_before_residual, norm_before_fc, fc_norm, "
+        "norm_output, sliding_window, eagle_aux_hidden_state_layer_ids; the mapping d2t; the target's tokenizer and "
+        "chat template. See docs/troubleshooting.md."
+    )
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -74,7 +87,11 @@ def _repeat(repeat: Repeat) -> str:
 
 def _meaning(report: BenchReport) -> str:
     if any(figures.differences for figures in report.figures) and report.lossless:
-        return " (every difference is a near-tie of the target, which rounding decides; --dtype float32 shows it)"
+        return (
+            " (every difference is a near-tie of the target, which rounding decides; --dtype float32 shows it on a CPU)"
+        )
+    if not report.lossless and report.dtype == "float32" and report.device != "cpu":
+        return " (float32 is exact on the CPU alone: on CUDA vLLM's attention computes in TF32, see docs/metrics.md)"
     return " (all outputs identical, token by token)" if report.lossless else ""
 
 

@@ -18,10 +18,12 @@ from eagle3_lightning.serve.messages import Difference, Pass
 from eagle3_lightning.serve.prompts import render_prompts
 from eagle3_lightning.serve.results import (
     BenchReport,
+    DraftFigures,
     Repeat,
     acceptance_interval,
     draft_figures,
     is_near_tie,
+    never_accepted,
     pooled_acceptance,
     recommend,
     repeat_figures,
@@ -101,6 +103,37 @@ def test_the_widest_gap_comes_first_and_makes_the_verdict() -> None:
     assert "lossless: NO" in text
     assert "3.0000 nats down: REAL" in text
     assert "0.1000 nats down: near-tie" in text
+
+
+def test_nothing_accepted_is_said_of_enough_rounds_alone() -> None:
+    plain = make_pass(1.0, [[1, 2]], [1], [], 0)
+
+    def figures(depth: int, *passes: tuple[int, int]) -> list[DraftFigures]:
+        return [
+            draft_figures(depth, f"p{i}", make_pass(1.0, [[1, 2]], [1], [accepted, 0], rounds), plain, [], "bfloat16")
+            for i, (accepted, rounds) in enumerate(passes)
+        ]
+
+    assert never_accepted(figures(3, (0, 60), (0, 40))) == [3]
+    assert never_accepted(figures(3, (0, 60), (0, 39))) == []
+    assert never_accepted(figures(3, (0, 6000), (1, 4000))) == []
+    assert never_accepted([*figures(5, (0, 100)), *figures(2, (1, 100)), *figures(4, (0, 100))]) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "lossless", "said"),
+    [
+        ("float32", "NVIDIA H200", False, "lossless: NO (float32 is exact on the CPU alone: on CUDA"),
+        ("float32", "cpu", False, "lossless: NO\n"),
+        ("bfloat16", "NVIDIA H200", False, "lossless: NO\n"),
+        ("bfloat16", "NVIDIA H200", True, "lossless: yes (every difference is a near-tie"),
+    ],
+)
+def test_the_verdict_says_what_float32_is_on_cuda(dtype: str, device: str, lossless: bool, said: str) -> None:
+    one = make_pass(1.0, [[1, 2]], [1], [0], drafts=3)
+    figures = draft_figures(3, "p", one, one, [Difference(0, 1, 5, 7, 0.01, [5, 7])], dtype)
+    report = BenchReport("d", "t", 1, 2, dtype, device, "0.32.0", [1.0], [figures], recommend([figures]), lossless)
+    assert said in as_text(report)
 
 
 def test_advice_by_concurrency() -> None:
