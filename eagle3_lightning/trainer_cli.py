@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from eagle3_lightning.arguments import StrictParser
 from eagle3_lightning.callbacks.acceptance import AcceptanceCallback
 from eagle3_lightning.callbacks.data_summary import DataSummaryCallback
+from eagle3_lightning.callbacks.draft_size import DraftSizeCallback
 from eagle3_lightning.callbacks.export import ExportCallback
 from eagle3_lightning.callbacks.preview import PreviewCallback
 from eagle3_lightning.callbacks.progress import ProgressCallback
@@ -41,15 +42,20 @@ from eagle3_lightning.ranks import ddp
 from eagle3_lightning.resume import check_unfinished
 from eagle3_lightning.run_directory import CHECKPOINTS, RunLock, check_run_dir
 from eagle3_lightning.trainer_checks import (
-    check_attention,
     check_accelerator,
     check_any,
+    check_attention,
     check_checkpoint_numbers,
     check_fit,
     check_monitors,
 )
 from eagle3_lightning.usage import Usage
 
+# What Lightning says of itself in every run, by the logger that says it.
+_NOISE = {
+    "lightning.pytorch.utilities.rank_zero": "Tip: For seamless",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": "`weights_only` was not set",
+}
 TRAINER_DEFAULTS = {
     "max_epochs": -1,  # the end is trainer.max_steps, or max_epochs if it is given
     "log_every_n_steps": 10,
@@ -90,10 +96,10 @@ def make_cli(
     """
     # LightningCLI 2.6 calls functions that jsonargparse has renamed; its users cannot do anything about it.
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip: For seamless" not in record.getMessage()
-    )
+    for name, noise in _NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, noise=noise: noise not in record.getMessage())  # type: ignore[misc]
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")  # Lightning's use of torch, likewise
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # in every resume
     return kind(
         Eagle3Module,
         HiddenStateDataModule,
@@ -221,7 +227,9 @@ class Eagle3CLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(WholeFileIO())
         kept = [entry for entry in callbacks if not isinstance(entry, unwanted)]
-        changed: dict[str, Any] = {"plugins": plugins}
+        changed: dict[str, Any] = {"plugins": plugins, "enable_model_summary": False}
+        if config["enable_model_summary"] is not False:
+            kept.append(DraftSizeCallback())
         if config["strategy"] == "ddp":
             changed["strategy"] = ddp()
         return super()._instantiate_trainer({**config, **changed}, kept)

@@ -59,7 +59,9 @@ def against_simulation(summary: dict[str, Any]) -> str:
     tau, served = summary.get("simulated_tau"), summary["served_acceptance_length"]
     if not isinstance(tau, float):
         return "simulated tau: none (the fit ended without a validation)"
-    return f"simulated tau: {tau:.3f} on the held-out set, {tau / served - 1:+.1%} over the served {served:.3f}"
+    by = tau / served - 1
+    where = f"{abs(by):.1%} {'over' if by > 0 else 'under'}" if f"{abs(by):.1%}" != "0.0%" else "equal to"
+    return f"simulated tau: {tau:.3f} on the held-out set, {where} the served {served:.3f}"
 
 
 def _parser() -> StrictParser:

@@ -40,6 +40,9 @@ TOPICS = (
 )
 
 
+SAID = "said.txt"  # by both starts
+
+
 def configuration(place: Path) -> Path:
     prompts = place / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Tell me about {t}, please."}) + "\n" for t in TOPICS * 3))
@@ -79,9 +82,20 @@ def fit(config: Path, *more: str) -> str:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = configuration(tmp_path_factory.mktemp("logs"))
-    fit(config)
-    fit(config, "--ckpt_path", "last", "--trainer.max_steps", "8", "--acceptance.prompts", "null")
+    said = fit(config)
+    said += fit(config, "--ckpt_path", "last", "--trainer.max_steps", "8", "--acceptance.prompts", "null")
+    (config.parent / SAID).write_text(said)
     return config.parent / "run"
+
+
+def test_a_run_says_nothing_that_is_lightnings_own(run_dir: Path) -> None:
+    said = (run_dir.parent / SAID).read_text()
+    assert said.count("parameters to train") == 2
+    for noise in ("FLOPs", "weights_only", "exists and is not empty", "Tip: "):
+        assert noise not in said
+    resumed = json.loads((run_dir / "summary.json").read_text())
+    assert (resumed["steps"], resumed["simulated_step"], resumed["served_step"]) == (8, 6, 6)
+    assert resumed["simulated_tau"] >= 1
 
 
 def logged(run_dir: Path) -> set[str]:

@@ -236,8 +236,9 @@ def test_limits_of_prompts_belong_to_one_concurrency_each() -> None:
 
 
 def test_the_table_ends_with_the_simulated_length_beside_the_served() -> None:
-    line = against_simulation({"simulated_tau": 1.53, "served_acceptance_length": 1.5})
-    assert line == "simulated tau: 1.530 on the held-out set, +2.0% over the served 1.500"
+    for tau, where in ((1.53, "2.0% over"), (1.4949, "0.3% under"), (1.5, "equal to"), (1.4999, "equal to")):
+        line = against_simulation({"simulated_tau": tau, "served_acceptance_length": 1.5})
+        assert line == f"simulated tau: {tau:.3f} on the held-out set, {where} the served 1.500"
     assert "without a validation" in against_simulation({"simulated_tau": None, "served_acceptance_length": 1.5})
 
 

@@ -3,17 +3,22 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import lightning  # noqa: F401 - its log handler keeps the stderr of the moment: not one that a test captures and closes
+import lightning  # its log handler keeps the stderr of the moment: not one that a test captures and closes
 import pytest
 import torch
 import toy_target
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 
+from eagle3_lightning import trainer_cli
 from eagle3_lightning.arguments import StrictParser, underscored
+from eagle3_lightning.callbacks.draft_size import DraftSizeCallback, size_line
 from eagle3_lightning.cli import COMMANDS, main
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.run_directory import RunLock
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 HEAVY = ("torch", "lightning", "transformers", "vllm", "wandb")
@@ -258,6 +263,45 @@ def test_what_the_trainer_turns_off_is_left_out(config: Path, capsys: pytest.Cap
     arguments = [f"--trainer.{option}", "false", "--model.optim.warmup_steps", "9"]
     assert main(["fit", "--config", str(config), *arguments]) == 2
     assert "model.optim.warmup_steps = 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_says_in_one_line_how_large_the_draft_is(config: Path, wanted: bool) -> None:
+    """And not in Lightning's table, with its `Total FLOPs: 0`."""
+
+    class Stop(trainer_cli.Eagle3CLI):
+        def after_instantiate_classes(self) -> None:
+            raise Made(self.trainer, self.model)
+
+    class Made(BaseException):
+        pass
+
+    lock = RunLock()
+    arguments = ["fit", "--config", str(config), "--trainer.enable_model_summary", str(wanted).lower()]
+    with pytest.raises(Made) as made:
+        trainer_cli.make_cli(Stop, arguments, lock)
+    lock.release()
+    trainer, model = made.value.args
+    model.trainer = trainer
+    assert not any(isinstance(callback, ModelSummary) for callback in trainer.callbacks)
+    assert any(isinstance(callback, DraftSizeCallback) for callback in trainer.callbacks) is wanted
+    optimized = [p for group in model.configure_optimizers()["optimizer"].param_groups for p in group["params"]]
+    assert size_line(model).startswith(f"the draft has {sum(p.numel() for p in optimized):,} parameters to train (")
+
+
+def test_lightnings_words_about_itself_are_left_out(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["fit", "--config", str(config), "--data.prompts.train", "/nowhere.jsonl"]) == 2
+    caplog.set_level("INFO")
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.strategy.connect(lightning.LightningModule())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always")
+        main(["fit", "--config", str(config), "--data.prompts.train", "/nowhere.jsonl"])  # its filters in front
+        trainer.save_checkpoint(config.parent / "ckpt" / "a.ckpt")
+        ModelCheckpoint(config.parent / "ckpt")._ModelCheckpoint__warn_if_dir_not_empty(config.parent / "ckpt")
+    assert "weights_only" not in caplog.text
+    assert "GPU available" in caplog.text  # the handler hears what else Lightning says
+    assert not any("exists and is not empty" in str(warning.message) for warning in warned)
 
 
 def test_an_unknown_key_in_a_file_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
