@@ -11,6 +11,7 @@ import torch
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import versions
+from eagle3_lightning.extract.refusals import check_known, refusal
 from eagle3_lightning.extract.watchdog import ChildGuard
 from eagle3_lightning.options import EngineOptions, QueueOptions
 from eagle3_lightning.stream.arena import ArenaLayout
@@ -239,13 +240,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
-        for name in set(settings.extra) - set(EngineArgs.__dataclass_fields__):
-            raise ConfigError(
-                f"data.engine.extra.{name}",
-                settings.extra[name],
-                "this vLLM has no such engine argument",
-                "Spell it as vLLM's EngineArgs does, with underscores.",
-            )
+        check_known(settings.extra, EngineArgs.__dataclass_fields__)
         self.settings = settings
         self.on_cpu = current_platform.is_cpu()
         tap = TapSettings(settings.aux_layers, settings.num_layers)
@@ -273,7 +268,12 @@ class VllmEngine:
             **optional,
             **settings.extra,
         )
-        self._engine = LLMEngine.from_engine_args(arguments)
+        try:
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except ValueError as error:
+            if (refused := refusal(error, settings.extra)) is not None:
+                raise refused from error
+            raise
         self._running: set[str] = set()
         self._guard = ChildGuard(on_death)
 

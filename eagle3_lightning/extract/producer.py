@@ -23,7 +23,17 @@ from eagle3_lightning.extract.engine import Engine, EngineSettings, Finished, Vl
 from eagle3_lightning.extract.watchdog import unlink_shared_memory, watch
 from eagle3_lightning.stream.arena import Arena, ArenaLayout
 from eagle3_lightning.stream.channel import Channel, ChannelClosed
-from eagle3_lightning.stream.messages import AnyMessage, Dropped, Failed, Ready, Sample, Shutdown, Stats, Submit
+from eagle3_lightning.stream.messages import (
+    AnyMessage,
+    Dropped,
+    Failed,
+    Mistake,
+    Ready,
+    Sample,
+    Shutdown,
+    Stats,
+    Submit,
+)
 
 STATS_EVERY_S = 1.0
 LANDING_TIMEOUT_S = 60.0
@@ -197,7 +207,8 @@ def serve(channel: Channel, start: Callable[[], tuple[Engine, Arena, Ready]]) ->
     except Exception as error:
         traceback.print_exc()
         ours = isinstance(error, Eagle3Error)
-        channel.send(Failed(str(error) if ours else f"{type(error).__name__}: {error}"))
+        mistake = Mistake.of(error) if isinstance(error, ConfigError) else None
+        channel.send(Failed(str(error) if ours else f"{type(error).__name__}: {error}", mistake))
         return 1
     finally:
         channel.close()

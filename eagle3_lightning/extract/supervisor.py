@@ -21,6 +21,7 @@ from eagle3_lightning.extract import versions
 from eagle3_lightning.extract.engine import EngineSettings, check_capacity, check_extra
 from eagle3_lightning.extract.environment import child_environment
 from eagle3_lightning.extract.producer import ProducerSpec
+from eagle3_lightning.extract.refusals import check_devices
 from eagle3_lightning.extract.watchdog import kill_group, unlink_shared_memory, wait_group
 from eagle3_lightning.layers import LayerPlan
 from eagle3_lightning.options import EngineOptions, QueueOptions, SamplingOptions
@@ -251,6 +252,9 @@ class Extractor:
             self._end_group()
             if self._closing:
                 return
+            if (mistake := self._hub.mistake) is not None:  # another start would end the same way
+                self._hub.fail(str(mistake.as_error()), mistake)
+                return
             if not was_ready or restarts >= self._max_restarts:
                 limit = f" after {restarts} restarts" if restarts else ""
                 self._hub.fail(f"{fault}{limit}.{log_tail(self.log_path, self._log_start_bytes)}")
@@ -330,6 +334,7 @@ def _check(engine: EngineOptions, queue: QueueOptions) -> None:
         raise ConfigError("data.engine", vllm.version, vllm.problems[0], vllm.remedies[0])
     check_extra(engine.extra)
     check_capacity(engine, queue)
+    check_devices(engine)
 
 
 def _make_private_dir(parent: Path | None) -> Path:

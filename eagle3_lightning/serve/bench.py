@@ -210,7 +210,7 @@ class _Runner:
     ) -> None:
         import torch
 
-        from eagle3_lightning.extract.engine import check_devices
+        from eagle3_lightning.extract.refusals import check_devices
 
         self._options, self._target, self._on_progress = options, target, on_progress
         engine = replace(

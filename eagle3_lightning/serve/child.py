@@ -44,6 +44,7 @@ def run_engine(
 
     Raises:
         ProducerError: the engine died or missed a deadline; the message ends with its last log lines.
+        ConfigError: vLLM does not take the user's engine arguments.
     """
     with tempfile.TemporaryDirectory(prefix="eagle3-bench-") as private, log_file.open("wb") as log:
         result_file = Path(private) / "result.json"
@@ -108,6 +109,8 @@ def _follow(
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 progress = msgspec.json.decode(line, type=Progress)
+                if progress.mistake is not None:
+                    raise progress.mistake.as_error()
                 stage = progress.stage
                 timeout_s = start_timeout_s if stage in START_STAGES else step_timeout_s
                 on_progress(progress)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract.watchdog import unlink_shared_memory, watch
 from eagle3_lightning.serve.messages import (
     DONE,
@@ -26,6 +27,7 @@ from eagle3_lightning.serve.messages import (
     Progress,
     Task,
 )
+from eagle3_lightning.stream.messages import Mistake
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -42,13 +44,13 @@ class Events:
         self._pipe = os.fdopen(fd, "wb", buffering=0)
         self._last_s = 0.0
 
-    def send(self, stage: str, done: int, total: int) -> None:
-        """Tell the caller that `done` of `total` are finished."""
+    def send(self, stage: str, done: int, total: int, mistake: Mistake | None = None) -> None:
+        """Tell the caller that `done` of `total` are finished, or which mistake ends it."""
         now_s = time.monotonic()
         if 0 < done < total and now_s - self._last_s < 0.1:
             return
         self._last_s = now_s
-        self._pipe.write(msgspec.json.encode(Progress(stage, done, total)) + b"\n")
+        self._pipe.write(msgspec.json.encode(Progress(stage, done, total, mistake)) + b"\n")
 
 
 def main(job_file: str, events_fd: int) -> None:
@@ -63,7 +65,11 @@ def main(job_file: str, events_fd: int) -> None:
     import vllm
 
     events.send(START_STAGES[1], 0, 1)
-    llm = vllm.LLM(**job.engine)
+    try:
+        llm = _start(job)
+    except ConfigError as error:
+        events.send(START_STAGES[1], 0, 1, Mistake.of(error))
+        return
     unlink_shared_memory(os.getpgid(0), Path(job_file).parent)
     run_pass(llm, Task("warm-up", job.tasks[0].prompts[:1], 1), WARM_UP_TOKENS, lambda done: None)
     start_s = time.monotonic() - started_s
@@ -93,6 +99,25 @@ def main(job_file: str, events_fd: int) -> None:
     partial.write_bytes(msgspec.json.encode(report))
     partial.rename(result_file)
     events.send(DONE, 1, 1)
+
+
+def _start(job: EngineJob) -> "LLM":
+    """The engine.
+
+    Raises:
+        ConfigError: vLLM does not take the user's arguments.
+    """
+    from vllm import LLM, EngineArgs
+
+    from eagle3_lightning.extract.refusals import check_known, refusal
+
+    check_known(job.extra, EngineArgs.__dataclass_fields__)
+    try:
+        return LLM(**job.engine)
+    except ValueError as error:
+        if (refused := refusal(error, job.extra)) is not None:
+            raise refused from error
+        raise
 
 
 def run_pass(llm: "LLM", task: Task, max_new_tokens: int, on_finished: Any) -> Pass:

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from eagle3_lightning.stream.messages import Mistake
+
 START_STAGES = ("importing vLLM", "starting vLLM")
 DONE = "done"
 
@@ -67,6 +69,7 @@ class EngineJob(msgspec.Struct, frozen=True):
         max_new_tokens: longest output.
         result: file for the `EngineResult`.
         parent_pid: the engine ends when this process does.
+        extra: those of `engine` that are the user's own: what vLLM says against them is for the user to mend.
     """
 
     engine: dict[str, Any]
@@ -75,6 +78,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     max_new_tokens: int
     result: str
     parent_pid: int
+    extra: dict[str, Any] = {}
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -129,8 +133,9 @@ class EngineResult(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """One event line: what is being done, and how much of it."""
+    """One event line: what is being done, and how much of it; or the mistake of the user's that ends it."""
 
     stage: str
     done: int
     total: int
+    mistake: Mistake | None = None

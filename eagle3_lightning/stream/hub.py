@@ -28,6 +28,7 @@ from eagle3_lightning.stream.messages import (
     Dropped,
     End,
     Failed,
+    Mistake,
     Ready,
     Release,
     Sample,
@@ -91,6 +92,7 @@ class Hub:
         self._has_no_room = False  # for the request that is first in line
         self._counters = RunCounters()
         self._last_words: str | None = None
+        self.mistake: Mistake | None = None  # the last words, where they are of one of the user's
         self._closing = False
         self._posted: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -118,9 +120,9 @@ class Hub:
         """Talk to a new producer over `sock`; it gets what the one before it still owed."""
         self.post(lambda: self._add_producer(Channel(sock), restarts))
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, mistake: Mistake | None = None) -> None:
         """Tell every rank that no more samples will come, and why."""
-        self.post(lambda: self._fail(error))
+        self.post(lambda: self._fail(error, mistake))
 
     def shutdown_producer(self) -> None:
         """Ask the producer to end; its going is expected from here on."""
@@ -179,7 +181,7 @@ class Hub:
     def _add_producer(self, channel: Channel, restarts: int) -> None:
         # Not serving, even where the end of the one before has not been read yet: what is sent to a producer before its
         # Ready would be sent once more, under another serial, behind it.
-        self._producer, self.serving, self._last_words = channel, False, None
+        self._producer, self.serving, self._last_words, self.mistake = channel, False, None, None
         self._counters.begin_producer(restarts)
         self._count_starvation()
         self._register(channel, None)
@@ -267,8 +269,8 @@ class Hub:
                 self._admit()
             case Stats():
                 self._broadcast(self._counters.add(message, self._pool.num_free))
-            case Failed(error=error):
-                self._last_words = error
+            case Failed(error=error, mistake=mistake):
+                self._last_words, self.mistake = error, mistake
             case _:
                 raise TypeError(f"the producer sent {message}")
 
@@ -336,10 +338,10 @@ class Hub:
             except ChannelClosed as error:
                 log.warning("rank %d of the trainer does not listen: %s", rank, error)
 
-    def _fail(self, error: str) -> None:
+    def _fail(self, error: str, mistake: Mistake | None = None) -> None:
         if self.failure is None:
             self.failure = error
-            self._broadcast(Failed(error))
+            self._broadcast(Failed(error, mistake))
 
     def _shutdown_producer(self) -> None:
         self.on_producer_lost = lambda reason: None

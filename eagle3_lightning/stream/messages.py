@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from eagle3_lightning.errors import ConfigError
+
 Stream = Literal["train", "val", "self"]
 DropReason = Literal["bad_record", "too_long", "empty_mask", "non_finite", "row_mismatch", "token_mismatch", "aborted"]
 
@@ -205,10 +207,35 @@ class Stats(Message, frozen=True):
     restarts: int = 0
 
 
+class Mistake(msgspec.Struct, frozen=True):
+    """A ConfigError on its way to the process that talks to the user; see there for its fields."""
+
+    option: str
+    value: str | bool | int | float | None
+    problem: str
+    remedy: str
+
+    @staticmethod
+    def of(error: ConfigError) -> "Mistake":
+        """Pack an error."""
+        value = error.value if isinstance(error.value, str | bool | int | float | None) else str(error.value)
+        return Mistake(error.option, value, error.problem, error.remedy)
+
+    def as_error(self) -> ConfigError:
+        """Unpack it."""
+        return ConfigError(self.option, self.value, self.problem, self.remedy)
+
+
 class Failed(Message, frozen=True):
-    """Last words of the producer to the hub, or of the hub to every rank: why it stops."""
+    """Last words of the producer to the hub, or of the hub to every rank: why it stops.
+
+    Attributes:
+        error: for the user, with the end of vLLM's log where it helps.
+        mistake: what the user can mend, which is then all that there is to say.
+    """
 
     error: str
+    mistake: Mistake | None = None
 
 
 AnyMessage = (

@@ -350,8 +350,8 @@ class SampleQueue:
                         self._last_progress_s = time.monotonic()
                     self._producer = message
                     self._changed.notify_all()
-            case Failed(error=error):
-                self._fail(ProducerError(error))
+            case Failed(error=error, mistake=mistake):
+                self._fail(ProducerError(error) if mistake is None else mistake.as_error())
             case _:
                 raise TypeError(f"the hub sent {message}")
 

@@ -9,8 +9,8 @@ import pytest
 from queue_bench import bench, check_rows, request, soak
 from queue_toy import ToyEngine
 
-from eagle3_lightning.errors import ProducerError, SampleError
-from eagle3_lightning.stream.messages import Dropped
+from eagle3_lightning.errors import ConfigError, ProducerError, SampleError
+from eagle3_lightning.stream.messages import Dropped, Mistake
 from eagle3_lightning.stream.queue import FinishedSample, SampleQueue
 
 
@@ -367,6 +367,14 @@ def test_a_rank_that_leaves_ends_the_others(tmp_path):
         b.queues[1].close()
         with pytest.raises(ProducerError, match="rank 1 of the trainer is gone"):
             b.queues[0].get("train")
+
+
+def test_every_rank_hears_of_the_users_mistake(tmp_path):
+    with bench(world_size=2, tmp_path=tmp_path) as b:
+        b.hub.fail("with the end of a log", Mistake("data.engine.extra.foo", None, "it is odd", "Leave it out."))
+        for queue in b.queues:
+            with pytest.raises(ConfigError, match=r"^data.engine.extra.foo = None: it is odd. Leave it out.$"):
+                queue.get("train")
 
 
 def test_soak_of_4000_samples():

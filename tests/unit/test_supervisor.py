@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+import torch
 from toy_target import make_target
 
 from eagle3_lightning.errors import ConfigError
@@ -49,6 +50,19 @@ def test_an_arena_over_the_free_memory_is_refused_before_anything_is_started(inf
     monkeypatch.setattr(arena, "available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError, match=r"data.queue.capacity_tokens.*only 0.00 GiB"):
         make(info, tmp_path)
+
+
+def test_a_cache_over_the_free_memory_is_refused_before_anything_is_started(info, tmp_path):
+    with pytest.raises(ConfigError, match=r"data.engine.kv_cache_gib = 1000000: only [0-9.]+ GiB of memory"):
+        make(info, tmp_path, replace(ENGINE, kv_cache_gib=1_000_000))
+
+
+def test_more_gpus_than_there_are_are_refused(info, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"data.engine.tensor_parallel_size = 2: torch finds 1 GPU here"):
+        make(info, tmp_path, replace(ENGINE, tensor_parallel_size=2))
+    make(info, tmp_path, replace(ENGINE, kv_cache_gib=1_000_000))  # of a CPU alone
 
 
 def test_a_socket_directory_must_exist_and_be_short(info, tmp_path):

@@ -13,7 +13,7 @@ from queue_bench import request
 from toy_target import make_target
 
 from eagle3_lightning.data_feed import QueueFeed
-from eagle3_lightning.errors import ProducerError
+from eagle3_lightning.errors import ConfigError, ProducerError
 from eagle3_lightning.extract import supervisor
 from eagle3_lightning.extract.supervisor import Extractor
 from eagle3_lightning.extract.watchdog import group_members
@@ -195,3 +195,12 @@ def test_a_dead_producer_is_started_again_as_often_as_it_may_be(make, caplog):
     with pytest.raises(ProducerError, match="after 1 restarts"):
         list(iter(lambda: queue.get("train").release(), "never"))
     assert num_started(caplog) == 2
+
+
+def test_a_mistake_that_the_producer_finds_is_told_as_one(make, tmp_path):
+    """Without its log, and without another start, which would end the same way."""
+    with pytest.raises(ConfigError) as caught:
+        make(max_restarts=2, TOY_MISTAKE="1.5")
+    assert str(caught.value) == "data.engine.extra.foo = 1.5: there is no such thing. Leave it out."
+    assert caught.value.value == 1.5
+    assert (tmp_path / "vllm.log").read_text().count("ConfigError:") == 1
