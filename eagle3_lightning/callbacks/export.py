@@ -97,8 +97,8 @@ class ExportCallback(Callback):
                 f"  {export.serve_command}"
             )
             file, figures = self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export)
-            if self._tau is None and file.is_file() and "simulated_tau" in read_summary(file):
-                del figures["simulated_tau"], figures["simulated_step"]  # of a start before, whose checkpoint lost it
+            if file.is_file() and self._knows_more(read_summary(file), trainer.global_step):
+                del figures["simulated_tau"], figures["simulated_step"]
             summary = update_summary(file, figures)
             self._record(trainer, pl_module, export, summary)
 
@@ -146,6 +146,16 @@ class ExportCallback(Callback):
             "seconds": self._seconds(),
             "export_dir": str(export.path),
         }
+
+    def _knows_more(self, summary: dict[str, Any], now: int) -> bool:
+        """Whether the summary of the start before has a later validation than the checkpoint it was left at.
+
+        Lightning saves a step first and validates then, so that one at the very step of the checkpoint is not in it.
+        """
+        if summary.get("simulated_tau") is None:
+            return False
+        step = summary.get("simulated_step")
+        return self._tau is None or (isinstance(step, int) and self._tau[1] < step <= now)
 
     def _seconds(self) -> float:
         """Of all starts; of one that was resumed from, up to its checkpoint."""
