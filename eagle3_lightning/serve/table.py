@@ -33,9 +33,9 @@ def never_accepted(report: BenchReport, depth: int) -> str:
     return (
         f"NOT ONE drafted token was accepted in {rounds} rounds with K = {depth}: this draft is served wrongly, unless "
         "it had a few steps of training at most; a badly trained one has some accepted. Look at: the version of vLLM "
-        f"(here {report.vllm_version}) and what it takes of config.json: norm_before_residual, norm_before_fc, fc_norm, "
-        "norm_output, sliding_window, eagle_aux_hidden_state_layer_ids; the mapping d2t; the target's tokenizer and "
-        "chat template. See docs/troubleshooting.md."
+        f"(here {report.vllm_version}) and what it takes of config.json (norm_before_residual, norm_before_fc, "
+        "fc_norm, norm_output, sliding_window, eagle_aux_hidden_state_layer_ids); d2t in the weights; the target's "
+        "tokenizer and chat template. See docs/troubleshooting.md."
     )
 
 
