@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from eagle3_lightning.batch import Eagle3Batch
-from eagle3_lightning.data_feed import AnySample
+from eagle3_lightning.data_feed import AnySample, QueueFeed
 from eagle3_lightning.data_loaders import TrainLoader, ValLoader, drain
 from eagle3_lightning.data_open import AnyFeed, AnyStream, DataOpener, DataOptions, sampling_fingerprint
 from eagle3_lightning.data_stream import Prefetcher, Round, RoundMaker, StepLedger, make_filler
@@ -252,6 +252,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
     def is_open(self) -> bool:
         """Whether there are counters to ask for."""
         return self._feed is not None
+
+    @property
+    def makes_samples(self) -> bool:
+        """Whether vLLM is beside this run, and not only stored samples."""
+        return isinstance(self._feed, QueueFeed)
 
     def stats(self) -> DataStats:
         """Counters as of now."""

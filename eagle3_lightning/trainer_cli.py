@@ -30,6 +30,7 @@ from eagle3_lightning.callbacks.preview import PreviewCallback
 from eagle3_lightning.callbacks.progress import ProgressCallback
 from eagle3_lightning.callbacks.run_config import RunConfigCallback
 from eagle3_lightning.callbacks.termination import TerminationCallback
+from eagle3_lightning.callbacks.threads import ThreadsCallback
 from eagle3_lightning.callbacks.throughput import ThroughputCallback
 from eagle3_lightning.checkpoints import WholeFileIO, read_checkpoint
 from eagle3_lightning.datamodule import HiddenStateDataModule
@@ -107,7 +108,7 @@ def make_cli(
         trainer_class=trainer_class,
         save_config_callback=RunConfigCallback,
         trainer_defaults=TRAINER_DEFAULTS
-        | {"callbacks": [termination or TerminationCallback(), DataSummaryCallback()]},
+        | {"callbacks": [termination or TerminationCallback(), DataSummaryCallback(), ThreadsCallback()]},
         seed_everything_default=0,
         parser_class=_Parser,
         auto_configure_optimizers=False,

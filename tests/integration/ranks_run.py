@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from toy_engine import ToyDataModule
 
+from eagle3_lightning.callbacks.threads import ThreadsCallback
 from eagle3_lightning.options import (
     BatchOptions,
     CacheOptions,
@@ -69,11 +70,13 @@ def main() -> None:
     saver = pl.callbacks.ModelCheckpoint(Path(out) / "ckpt", "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_steps=int(max_steps), accumulate_grad_batches=int(accumulate),
-        logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[saver], num_sanity_val_steps=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[saver, ThreadsCallback()],
+        num_sanity_val_steps=0,
     )  # fmt: skip
     module = Recorder()
     trainer.fit(module, data, ckpt_path=checkpoint[0] if checkpoint else None)
     record = {"steps": module.steps, "weight": module.weight.tolist(), "calibration": module.calibration}
+    record["threads"] = torch.get_num_threads()
     record["engine_runs"], record["num_engines"] = module.engine_runs, data.num_engines
     (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
 

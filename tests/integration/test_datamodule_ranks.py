@@ -27,12 +27,13 @@ def run(place, name, max_steps, accumulate, checkpoint=None, prompts="prompts.js
     prompts = prompts if prompts == "self" else place / prompts
     arguments = [place / "target", prompts, place / name, max_steps, accumulate]
     arguments += [checkpoint] if checkpoint else []
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         **variables,
     }
+    environment = {name: value for name, value in environment.items() if value is not None}
     script = Path(__file__).with_name("ranks_run.py")
     command = [sys.executable, script, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
@@ -107,3 +108,12 @@ def test_rank_0_has_prompts_written_and_both_train_on_the_answers(place):
     (place / "own/hub").unlink()  # the toy's, which has no supervisor to clean up behind it
     again = run(place, "own", 9, 1, prompts="self")
     assert [record["steps"] for record in again] == [record["steps"] for record in ranks]
+
+
+def test_ranks_share_the_cores_that_vllm_leaves(place):
+    """Lightning sets the variable on rank 0 behind the start of the others; it is not taken for the user's."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = run(place, "threads", 1, 1, OMP_NUM_THREADS=None)
+    assert [rank["threads"] for rank in ranks] == [max(1, cores // 2 // 2)] * 2
+    ranks = run(place, "given", 1, 1, OMP_NUM_THREADS="3")
+    assert [rank["threads"] for rank in ranks] == [3, 3]
