@@ -20,7 +20,7 @@ target: setup    ## the quickstart's target, SmolLM2-135M-Instruct, as a checkpo
 quickstart: target ## prompts to a served draft on this machine: trains, exports, serves, prints its table
 	@scripts/quickstart.sh
 
-test: target     ## the whole test suite (real vLLM on the CPU)
+test: target     ## the tests, with a real vLLM on the CPU; without test-data, test-tap and test-faults
 	@$(PYTHON_BIN) -m pytest -m "not gpu and not faults and not tap and not data" tests
 
 test-data: target ## prompts, chat templates, supervision masks and caches

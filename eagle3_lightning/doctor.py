@@ -15,6 +15,7 @@ from eagle3_lightning.extract import versions
 
 OLDEST_PYTHON = (3, 10)
 _REQUIRED = ("torch", "lightning", "transformers", "safetensors", "jsonargparse", "msgspec", "torchmetrics")
+_INSTALL = "pip install -e '.[gpu]' (CUDA) or '.[cpu]', in the project's directory,"
 _OPTIONAL = {
     "wandb": "pip install wandb (or use another logger)",
     "tensorboard": "pip install tensorboard, for TensorBoardLogger",
@@ -91,7 +92,7 @@ def _package(found: Diagnosis, package: str, remedy: str | None) -> None:
     version = _version(package)
     found.facts[package] = version or "not installed"
     if version is None and remedy is None:
-        found.problems.append(f"{package} is not installed. pip install eagle3-lightning brings it.")
+        found.problems.append(f"{package} is not installed. {_INSTALL} brings it.")
     elif version is None:
         found.notes.append(f"{package} is not installed. {remedy}.")
 

