@@ -43,7 +43,7 @@ class TargetOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a path that is null."""
+        """Refuse a path that is null or empty."""
         refuse_null("target", self)
         if not self.path.strip():
             raise ConfigError("target.path", self.path, "it is empty", "Name a checkpoint directory or a hub id.")
@@ -108,7 +108,7 @@ class LossOptions:
 
     Attributes:
         ttt_steps: steps K that the draft is unrolled in training; serve with at most as many speculative tokens.
-        ttt_decay: weight of step k is ttt_decay ** k.
+        ttt_decay: weight of step k, counted from 1, is ttt_decay ** (k - 1).
         attention: `sdpa` (any device and dtype), `flash` (CUDA, bf16) or `auto` (flash for bf16 on CUDA, else sdpa).
         checkpoint_steps: recompute each step's layer in the backward pass (less memory, more time).
     """
@@ -245,7 +245,7 @@ class PromptOptions:
         train: a source or a list of them, each a path or a SourceOptions; `self` lets the target write them. Rows hold
             `messages`, `conversations`, `prompt` (with or without `response`), `text` or `ids`.
         val: sources of held-out prompts; empty takes `val_fraction` of `train` by a stable hash of each sample.
-        val_fraction: share held out when `val` is empty.
+        val_fraction: share held out when `val` is empty; at least one of ten or more samples, unless it is 0.
         max_val_samples: at most so many validation samples are made and kept in memory.
         chat_template_kwargs: passed to the chat template, for example {"enable_thinking": false}.
         synthesis: how `self` is written.
