@@ -93,7 +93,7 @@ def parse_record(raw: object, where: str, fields: Mapping[str, str] | None = Non
         fields: our key -> the data set's key, where they differ, for example {"messages": "dialog"}.
 
     Raises:
-        RecordError: not an object, no known key, or a value of the wrong kind.
+        RecordError: not an object, no known key, a value of the wrong kind, or a prompt without a word.
     """
     if not isinstance(raw, dict):
         raise RecordError(where, f"expected a JSON object and found {type(raw).__name__}")
@@ -110,11 +110,17 @@ def parse_record(raw: object, where: str, fields: Mapping[str, str] | None = Non
         ids = _token_ids(record[kind], where, kind)
         return Record(name, where, ids=ids, loss_mask=_loss_mask(record.get("loss_mask"), len(ids), where))
     if kind == "text":
-        return Record(name, where, text=_string(record["text"], where, "text"))
+        text = _string(record["text"], where, "text")
+        if not text.strip():
+            raise RecordError(where, "`text` is empty")
+        return Record(name, where, text=text)
     kwargs = record.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise RecordError(where, f"`chat_template_kwargs` must be an object and is {_short(kwargs)}")
     messages = [_message(m, f"{where}, {kind}[{i}]") for i, m in enumerate(_turns(record, kind, where))]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if asked and not any(content.strip() for content in asked):
+        raise RecordError(where, f"`{kind}` asks for nothing: what the user says is empty")
     return Record(name, where, messages=messages, tools=_tools(record.get("tools"), where), template_kwargs=kwargs)
 
 

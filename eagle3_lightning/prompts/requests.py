@@ -9,6 +9,7 @@ from itertools import count
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import SamplingOptions
 from eagle3_lightning.prompts.chat import ChatTokenizer
+from eagle3_lightning.prompts.files import MAX_CHECKED_RECORDS
 from eagle3_lightning.prompts.order import Permutation, SampleOrder
 from eagle3_lightning.prompts.records import Record, RecordError, name_faults
 from eagle3_lightning.prompts.sources import AnySource
@@ -154,7 +155,11 @@ class RequestStream:
             ConfigError: none can be used; the message counts the reasons.
         """
         num_checked = min(_NUM_CHECKED, self.epoch_size)
-        dropped = [r for r in self.requests(0, num_checked) if isinstance(r, Dropped)]
+        records = list(self.records(0, num_checked))
+        made = [(record, self.request(index, record)) for index, record in records]
+        dropped = [request for _, request in made if isinstance(request, Dropped)]
+        if len(dropped) < num_checked and self._are_read:  # rows that cannot be read were warned of then
+            dropped = [r for record, r in made if isinstance(r, Dropped) and not isinstance(record, RecordError)]
         reasons: Counter[DropReason] = Counter(d.reason for d in dropped)
         summary = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         named = name_faults(d.detail for d in dropped[:_NUM_NAMED])
@@ -174,6 +179,12 @@ class RequestStream:
                 summary,
                 named,
             )
+
+    @property
+    def _are_read(self) -> bool:
+        """Whether all rows were parsed when the sources were opened, so that `check_faults` knows of every fault."""
+        sized = [source for source in self._sources if not isinstance(source, StreamSource)]
+        return len(sized) == len(self._sources) and all(len(source) <= MAX_CHECKED_RECORDS for source in sized)
 
     def _check_prefill(self, num_ids: int, spans: Spans, where: str) -> None:
         if num_ids + 1 > self._max_model_len:  # vLLM always makes one token

@@ -54,6 +54,8 @@ def as_sources(
         ConfigError: text that was meant to be a source but has an unknown key.
     """
     items = [value] if isinstance(value, str | Path | SourceOptions) else list(value)
+    if any(not str(item.path if isinstance(item, SourceOptions) else item).strip() for item in items):
+        raise ConfigError(option, "", "it is empty", "Name a file of prompts, or leave the source out.")
     sources = [item if isinstance(item, SourceOptions) else SourceOptions(str(item)) for item in items]
     for source in sources:
         if source.path.lstrip().startswith(("{", "[")):
@@ -173,13 +175,12 @@ def check_faults(
         remedy = "Add prompts, or change data.prompts.val_fraction." if of_a_run else "Add prompts."
         raise ConfigError(option, labels, "it holds no samples", remedy)
     if faults == rows or faults > max_share * rows:
-        raise ConfigError(
-            option,
-            labels,
-            f"{faults} of {rows} rows cannot be used: {named}",
-            "Repair them, or raise data.queue.max_dropped_share to train without them."
-            if of_a_run
-            else "Repair or remove them.",
-        )
+        if not of_a_run:
+            remedy = "Repair or remove them."
+        elif faults == rows:
+            remedy = "Repair them, or name other prompts."
+        else:
+            remedy = "Repair them, or raise data.queue.max_dropped_share to train without them."
+        raise ConfigError(option, labels, f"{faults} of {rows} rows cannot be used: {named}", remedy)
     if faults:
         _log.warning("%d of %d rows of %s cannot be used and will be dropped: %s", faults, rows, labels, named)

@@ -148,9 +148,9 @@ def test_tables_that_cannot_be_opened(tmp_path):
 
 @pytest.mark.parametrize("of_a_run", [True, False])
 def test_the_advice_names_options_that_the_command_has(tmp_path, of_a_run):
-    (tmp_path / "bad.jsonl").write_text("{}\n")
+    (tmp_path / "bad.jsonl").write_text('{}\n{"prompt": "a"}\n')
     source = open_source(SourceOptions(str(tmp_path / "bad.jsonl")), "--prompts")
-    with pytest.raises(ConfigError, match="1 of 1 rows cannot be used") as refused:
+    with pytest.raises(ConfigError, match="1 of 2 rows cannot be used") as refused:
         check_faults([source], "--prompts", 0.0, of_a_run)
     assert ("max_dropped_share" in str(refused.value)) is of_a_run
 
