@@ -34,8 +34,11 @@ def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"its options or weights are missing or odd ({reason(error)})"
         raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
-    module = Eagle3Module(*options)
-    module.on_load_checkpoint(saved)
+    try:
+        module = Eagle3Module(*options)
+        module.on_load_checkpoint(saved)
+    except ConfigError as error:
+        raise _named_as_here(error, ckpt, target) from error
     try:
         module.load_state_dict(state)
     except (RuntimeError, KeyError, TypeError, AttributeError) as error:
@@ -43,6 +46,21 @@ def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module
         raise ConfigError("--ckpt", str(ckpt), problem, REMEDY) from error
     module.load_target()
     return module.eval()
+
+
+def _named_as_here(error: ConfigError, ckpt: Path, target: TargetOptions | None) -> ConfigError:
+    """What is wrong with the target or the checkpoint, under the options of a command that starts no run."""
+    if error.option == "target.path" and target is None:
+        problem = f"its target {error.value!r}: {error.problem}"
+        return ConfigError("--ckpt", str(ckpt), problem, "Say where the target is with --target.")
+    if error.option == "target.path":
+        return ConfigError("--target", error.value, error.problem, error.remedy)
+    if error.option == "ckpt_path":
+        remedy = error.remedy.replace(", or start a new run", "").replace("Start a new run, or go on", "Go on")
+        if target is None:
+            return ConfigError("--ckpt", str(ckpt), error.problem, remedy)
+        return ConfigError("--target", target.path, f"{error.problem}: {error.value}", remedy)
+    return error
 
 
 def _from_dict(cls: Any, values: dict[str, Any]) -> Any:

@@ -249,7 +249,13 @@ class Eagle3CLI(LightningCLI):
             schedule(self.model.optim_options, self.trainer.max_steps, run_clock(self.trainer))
         if (ckpt_path := self.config[self.subcommand].ckpt_path) is not None:
             saved = read_checkpoint(ckpt_path, "--ckpt_path")
-            self.model.on_load_checkpoint(saved)
+            try:
+                self.model.on_load_checkpoint(saved)
+            except ConfigError as error:
+                if error.option != "ckpt_path":
+                    raise
+                problem = f"{error.problem}: {error.value}"
+                raise ConfigError("--ckpt_path", str(ckpt_path), problem, error.remedy) from error
             if self.subcommand == "fit":
                 check_unfinished(saved, ckpt_path, self.trainer)
         self.datamodule.check()  # before the loggers begin

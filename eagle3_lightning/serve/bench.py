@@ -104,9 +104,15 @@ def measure(options: BenchOptions, on_progress: OnProgress = lambda label, progr
 
     draft = read_export(options.draft, "--draft")
     check_weights(draft, "--draft")
-    target = inspect_target(
-        TargetOptions(options.target or draft.target_name, trust_remote_code=options.trust_remote_code)
-    )
+    try:
+        target = inspect_target(
+            TargetOptions(options.target or draft.target_name, trust_remote_code=options.trust_remote_code)
+        )
+    except ConfigError as error:
+        if options.target:
+            raise ConfigError("--target", error.value, error.problem, error.remedy) from error
+        problem = f"the target that its config.json names, {error.value!r}: {error.problem}"
+        raise ConfigError("--draft", str(options.draft), problem, "Say where the target is with --target.") from error
     check_target(draft, target, "--draft")
     depths = options.num_speculative_tokens or [draft.num_speculative_tokens]
     # A round may write past the answer's end, so the longest round needs room too.
@@ -169,13 +175,22 @@ def _render(options: BenchOptions, target: "TargetInfo", room_tokens: int) -> di
     """Token ids of the prompts of each file, those that leave room for an answer."""
     from eagle3_lightning.serve.prompts import render_prompts
 
+    longest_tokens = target.max_position_embeddings - room_tokens
+    if longest_tokens < 1:
+        raise ConfigError(
+            "--max-new-tokens",
+            options.max_new_tokens,
+            f"with {room_tokens - options.max_new_tokens} tokens for a round of the draft it leaves no room for a "
+            f"prompt in the {target.max_position_embeddings} that the target takes",
+            "Lower it.",
+        )
     return {
         file: render_prompts(
             file,
             target,
             template_kwargs=options.chat_template_kwargs,
             trust_remote_code=options.trust_remote_code,
-            longest_tokens=target.max_position_embeddings - room_tokens,
+            longest_tokens=longest_tokens,
             max_prompts=max(options.max_prompts, default=None),
         )
         for file in options.prompts
