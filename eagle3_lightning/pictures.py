@@ -24,9 +24,7 @@ def write_pngs(charts: Sequence[Chart], directory: Path) -> list[Path]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "--png", str(directory), "matplotlib is not installed", "pip install matplotlib."
-        ) from error
+        raise ConfigError("--png", str(directory), "matplotlib is not installed", "pip install matplotlib.") from error
     files = []
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -112,13 +112,18 @@ def test_the_figures_of_a_resumed_run_are_of_all_its_starts(make_data, tmp_path)
 
 
 def test_a_validation_behind_the_last_checkpoint_is_not_forgotten(make_data, tmp_path):  # noqa: F811
-    """Lightning saves step 4 before it validates there, and the run is resumed from what it saved."""
+    """Lightning saves a step before it validates there, and the run is resumed from what it saved."""
     first, states = fit_for_figures(make_data(30, val=4), tmp_path, 4)
     assert (first["simulated_step"], states[ExportCallback]["tau"]) == (4, None)
-    second, states = fit_for_figures(make_data(30, val=4), tmp_path, 6, tmp_path / "step=4.ckpt")
+    second, _ = fit_for_figures(make_data(30, val=4), tmp_path, 6, tmp_path / "step=4.ckpt")
     assert (second["simulated_tau"], second["simulated_step"]) == (first["simulated_tau"], 4)
     third, _ = fit_for_figures(make_data(30, val=4), tmp_path, 8, tmp_path / "step=6.ckpt")
     assert third["simulated_step"] == 8
+    (tmp_path / "other").mkdir()
+    straight, states = fit_for_figures(make_data(30, val=4), tmp_path / "other", 8)
+    assert (straight["simulated_step"], states[ExportCallback]["tau"][1]) == (8, 4)
+    resumed, _ = fit_for_figures(make_data(30, val=4), tmp_path / "other", 9, tmp_path / "other" / "step=8.ckpt")
+    assert resumed["simulated_step"] == 8
 
 
 def test_a_simulated_length_is_not_overwritten_with_none(make_data, tmp_path):  # noqa: F811
