@@ -30,6 +30,7 @@ from eagle3_lightning.stream.sample import FinishedSample
 OPTION = "data.cache.dir"
 FORMAT = 1
 FACTS_FILE, DROPPED_FILE = "cache.json", "dropped.jsonl"
+_PARTIAL = f".{FACTS_FILE}."  # and a process: facts that are being written
 _log = logging.getLogger(__name__)
 _FILE = re.compile(r"hs_(\d+)\.safetensors")
 # Reasons that lie in the sample; the others (an engine that died) may not come again. `too_long` is kept with the
@@ -253,9 +254,13 @@ class SampleStore:
         if file.exists():
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{FACTS_FILE}.{os.getpid()}")
+        partial = file.with_name(f"{_PARTIAL}{os.getpid()}")
         partial.write_text(json.dumps({"format": FORMAT, **asdict(facts)}, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, file)
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.startswith(_PARTIAL)
 
 
 def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ()) -> None:
@@ -275,11 +280,12 @@ def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ())
             raise NotADirectoryError(errno.ENOTDIR, f"{place} is no directory")
         if place != directory and not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"{place} cannot be written to")
+        # Another rank may be making it. It writes the facts before anything else, so they are looked for last.
+        others = [path for path in directory.iterdir() if not _is_partial(path)] if place == directory else []
         has_facts = (directory / FACTS_FILE).exists()
-        is_foreign = not has_facts and place == directory and any(directory.iterdir())
     except OSError as error:
         raise _cannot_be_used(directory, error) from error
-    if is_foreign:
+    if others and not has_facts:
         raise ConfigError(OPTION, str(directory), f"it is not empty and holds no {FACTS_FILE}", "Name a new directory.")
     if not has_facts:
         return

@@ -60,18 +60,18 @@ def test_int4_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "extra", "message"),
+    ("architecture", "extra", "error", "message"),
     [
-        ("FooForCausalLM", {}, r"target\.path = '.*'.*FooForCausalLM.*not supported"),
-        ("LlamaForCausalLM", {"no_such": 1}, r"data\.engine\.extra\.no_such = 1: this vLLM has no such"),
+        ("FooForCausalLM", {}, ProducerError, r"target\.path = '.*'.*FooForCausalLM.*not supported"),
+        ("LlamaForCausalLM", {"no_such": 1}, ConfigError, r"data\.engine\.extra\.no_such = 1: this vLLM has no such"),
     ],
     ids=["a target", "an option"],
 )
-def test_what_vllm_refuses_is_named(tmp_path, architecture, extra, message):
+def test_what_vllm_refuses_is_named(tmp_path, architecture, extra, error, message):
     path = make_toy("llama", tmp_path / "target")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
-    with pytest.raises(ProducerError, match=message), extractor(read_target(path), PLAN, tmp_path, extra=extra):
+    with pytest.raises(error, match=message), extractor(read_target(path), PLAN, tmp_path, extra=extra):
         pass
 
 

@@ -14,6 +14,7 @@ from eagle3_lightning.data_feed import QueueFeed
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.options import BatchOptions, PromptOptions
 from eagle3_lightning.stream.messages import Dropped
+from eagle3_lightning.stream.store import FORMAT, StoreFacts, check_place
 
 CUT = "cannot be read as a sample and is removed"
 
@@ -185,3 +186,27 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path, kind):
     with pytest.raises(ConfigError) as caught:
         make_store(place / "cache" if kind == "below a file" else place)
     assert caught.value.option == "data.cache.dir" and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("moment", ["while it writes the facts", "between two looks"])
+def test_a_rank_looks_at_the_store_that_another_is_making(tmp_path, monkeypatch, moment):
+    place, facts = tmp_path / "cache", StoreFacts("t", (1,), 4, 8, "float32", "t", "t", "p", "s")
+    place.mkdir()
+    if moment == "between two looks":
+        listed = Path.iterdir
+
+        def list_late(path):
+            """The other rank goes on just before the directory is listed."""
+            (place / "cache.json").write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(facts)}))
+            (place / "train").mkdir()
+            return listed(path)
+
+        monkeypatch.setattr(Path, "iterdir", list_late)
+    else:
+        (place / ".cache.json.1234").write_text("{")
+    check_place(place, facts)
+    monkeypatch.undo()
+    (place / "cache.json").unlink(missing_ok=True)
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is not empty and holds no cache\.json"):
+        check_place(place, facts)
