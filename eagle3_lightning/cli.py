@@ -3,7 +3,6 @@
 Nothing heavy is imported here: `eagle3 --help` answers at once, and each subcommand imports what it needs.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_lightning import __version__
-from eagle3_lightning.errors import Eagle3Error, TerminatedError
+from eagle3_lightning.errors import Eagle3Error, TerminatedError, did_you_mean
 
 # name -> (module with `main(argv) -> exit code`, one line of help)
 COMMANDS = {
@@ -44,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eagle3_lightning {__version__}")
         return 0
     if arguments[0] not in COMMANDS:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
-        remedy = f"Did you mean {close[0]}?" if close else f"It is one of {', '.join(COMMANDS)}."
+        remedy = did_you_mean(arguments[0], COMMANDS) or f"It is one of {', '.join(COMMANDS)}."
         print(f"eagle3: there is no command {arguments[0]!r}. {remedy}", file=sys.stderr)
         return 2
     try:

@@ -1,8 +1,16 @@
 """The errors a user can meet. Every message says what was wrong, with which value, and what to do."""
 
+import difflib
 import signal
+from collections.abc import Iterable
 
 _SHOWN_CHARS = 200
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the words that there are; empty if none is near."""
+    close = difflib.get_close_matches(word, sorted(known), 1)
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 class Eagle3Error(Exception):

@@ -352,14 +352,14 @@ class Eagle3Module(L.LightningModule):
                 "ckpt_path",
                 record["target_name"],
                 f"the checkpoint's fingerprint of the target is {EARLIER_FORM}",
-                "Start a new run, or go on with the version that wrote the checkpoint.",
+                "Go on with the version that wrote the checkpoint.",
             )
         if record["target_fingerprint"] != self.target_info.fingerprint:
             raise ConfigError(
                 "ckpt_path",
                 record["target_name"],
                 f"the checkpoint belongs to another target than {self.target_info.name}",
-                "Give the target it was trained on, or start a new run.",
+                "Give the target it was trained on.",
             )
         for option, then, now in (
             ("model.draft", record["draft"], self.draft.config.as_dict()),

@@ -20,7 +20,20 @@ def load_module(ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module
     Raises:
         ConfigError: no such file, a file of another kind, or a target that is not the checkpoint's.
     """
-    saved = read_checkpoint(ckpt)
+    return module_of(read_checkpoint(ckpt), ckpt, target)
+
+
+def module_of(saved: dict[str, Any], ckpt: Path, target: TargetOptions | None = None) -> Eagle3Module:
+    """The same of a checkpoint that has been read.
+
+    Args:
+        saved: what it holds.
+        ckpt: where it lies, for messages.
+        target: see `load_module`.
+
+    Raises:
+        ConfigError: see `load_module`.
+    """
     try:
         hparams, state = saved["hyper_parameters"], saved["state_dict"]
         options = (
@@ -56,10 +69,9 @@ def _named_as_here(error: ConfigError, ckpt: Path, target: TargetOptions | None)
     if error.option == "target.path":
         return ConfigError("--target", error.value, error.problem, error.remedy)
     if error.option == "ckpt_path":
-        remedy = error.remedy.replace(", or start a new run", "").replace("Start a new run, or go on", "Go on")
         if target is None:
-            return ConfigError("--ckpt", str(ckpt), error.problem, remedy)
-        return ConfigError("--target", target.path, f"{error.problem}: {error.value}", remedy)
+            return ConfigError("--ckpt", str(ckpt), error.problem, error.remedy)
+        return ConfigError("--target", target.path, f"{error.problem}: {error.value}", error.remedy)
     return error
 
 

@@ -1,6 +1,5 @@
 """Refuses options of the Trainer that Lightning takes and then divides by, ignores, or refuses in its loop alone."""
 
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from eagle3_lightning.checks import COUNT, NOT_NEGATIVE, Range, check_number
 from eagle3_lightning.draft.attention import check_kind
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import ConfigError, did_you_mean
 from eagle3_lightning.module import Eagle3Module
 
 # Option -> where it must lie, and the default that messages name.
@@ -169,14 +168,13 @@ def check_monitors(trainer: Trainer, validated: Iterable[str]) -> None:
         else:
             continue
         if callback.monitor is not None and callback.monitor not in known:
-            close = difflib.get_close_matches(callback.monitor, sorted(known), 1)
             raise ConfigError(
                 option,
                 callback.monitor,
                 "it is logged in training and may not be there at a validation"
                 if callback.monitor in trained
                 else "no such metric is logged at a validation",
-                f"{f'Did you mean {close[0]}? ' if close else ''}Use one of {', '.join(validated)}.",
+                f"{did_you_mean(callback.monitor, known)} Use one of {', '.join(validated)}.".lstrip(),
             )
 
 

@@ -255,7 +255,8 @@ class Eagle3CLI(LightningCLI):
                 if error.option != "ckpt_path":
                     raise
                 problem = f"{error.problem}: {error.value}"
-                raise ConfigError("--ckpt_path", str(ckpt_path), problem, error.remedy) from error
+                remedy = f"{error.remedy.removesuffix('.')}, or start a new run."
+                raise ConfigError("--ckpt_path", str(ckpt_path), problem, remedy) from error
             if self.subcommand == "fit":
                 check_unfinished(saved, ckpt_path, self.trainer)
         self.datamodule.check()  # before the loggers begin

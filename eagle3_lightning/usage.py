@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import yaml
 
+from eagle3_lightning.errors import did_you_mean
+
 _MAX_CHARS = 400
 _OURS = re.compile(r"^\s*(?:- )?((?:--)?\w+(?:\.\w+)+ = .*: .*\.)$", re.MULTILINE)  # a ConfigError's text
 _MISSING = re.compile(r"the following arguments are required: (.*)")
@@ -118,7 +120,8 @@ class Usage:
         """Of a class or of one of several words."""
         hint = self._options.get(option)
         names = {kind.__name__ for kind in _classes(hint) if not kind.__name__.startswith("_")}
-        return did_you_mean(value, names | {kind for kind in _flat(hint) if isinstance(kind, str)})
+        asked = did_you_mean(value, names | {kind for kind in _flat(hint) if isinstance(kind, str)})
+        return f" {asked}" if asked else ""
 
     def _file_with(self, path: str) -> str | None:
         """The last file that has this option in it."""
@@ -132,12 +135,6 @@ class Usage:
             if found is not None:
                 return file
         return None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of the words that there are; empty if none is near."""
-    close = difflib.get_close_matches(word, sorted(known), 1)
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _not_yaml(fault: str, content: str) -> str:

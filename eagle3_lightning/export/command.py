@@ -19,10 +19,11 @@ def main(argv: Sequence[str]) -> int:
     from eagle3_lightning.checkpoints import read_checkpoint
     from eagle3_lightning.export.speculators import check_place, export_draft, portable_name
     from eagle3_lightning.options import TargetOptions
-    from eagle3_lightning.trained import load_module
+    from eagle3_lightning.trained import module_of
 
     check_place(arguments.out)
-    module = load_module(arguments.ckpt, None if arguments.target is None else TargetOptions(arguments.target))
+    saved = read_checkpoint(arguments.ckpt)
+    module = module_of(saved, arguments.ckpt, None if arguments.target is None else TargetOptions(arguments.target))
     export = export_draft(
         module.draft,
         arguments.out,
@@ -31,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
         target_name=portable_name(module.target_info) if name is None else name,
         num_speculative_tokens=module.loss.ttt_steps if tokens is None else tokens,
         vllm_version=arguments.vllm_version,
-        origin={
-            "checkpoint": str(arguments.ckpt.resolve()),
-            "step": read_checkpoint(arguments.ckpt).get("global_step"),
-        },
+        origin={"checkpoint": str(arguments.ckpt.resolve()), "step": saved.get("global_step")},
     )
     print(
         f"exported to {export.path}: logits within {export.check.relative_error:.2%} of the checkpoint's, "

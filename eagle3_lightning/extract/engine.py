@@ -11,7 +11,7 @@ import torch
 
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.extract import versions
-from eagle3_lightning.extract.refusals import check_known, refusal
+from eagle3_lightning.extract.refusals import check_known, started
 from eagle3_lightning.extract.watchdog import ChildGuard
 from eagle3_lightning.options import EngineOptions, QueueOptions
 from eagle3_lightning.stream.arena import ArenaLayout
@@ -268,12 +268,7 @@ class VllmEngine:
             **optional,
             **settings.extra,
         )
-        try:
-            self._engine = LLMEngine.from_engine_args(arguments)
-        except ValueError as error:
-            if (refused := refusal(error, settings.extra)) is not None:
-                raise refused from error
-            raise
+        self._engine = started(lambda: LLMEngine.from_engine_args(arguments), settings.extra)
         self._running: set[str] = set()
         self._guard = ChildGuard(on_death)
 

@@ -1,14 +1,15 @@
 """What vLLM would refuse: of the machine before its start, of the user's own engine arguments in its process."""
 
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import ConfigError, did_you_mean
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.stream.arena import available_memory_bytes
+
+_Engine = TypeVar("_Engine")
 
 
 def check_devices(engine: EngineOptions) -> None:
@@ -45,16 +46,33 @@ def check_known(extra: Mapping[str, Any], known: Iterable[str]) -> None:
         ConfigError: there is no such argument.
     """
     for name in extra.keys() - set(known):
-        close = difflib.get_close_matches(name, sorted(known), 1)
         raise ConfigError(
             f"data.engine.extra.{name}",
             extra[name],
             "this vLLM has no such engine argument",
-            f"Did you mean {close[0]}?" if close else "Spell it as vLLM's EngineArgs does, with underscores.",
+            did_you_mean(name, known) or "Spell it as vLLM's EngineArgs does, with underscores.",
         )
 
 
-def refusal(error: Exception, extra: Mapping[str, Any]) -> ConfigError | None:
+def started(start: Callable[[], _Engine], extra: Mapping[str, Any]) -> _Engine:
+    """What `start` gives.
+
+    Args:
+        start: starts vLLM.
+        extra: further engine arguments.
+
+    Raises:
+        ConfigError: vLLM refuses the value of one of them.
+    """
+    try:
+        return start()
+    except ValueError as error:
+        if (refused := _refusal(error, extra)) is not None:
+            raise refused from error
+        raise
+
+
+def _refusal(error: Exception, extra: Mapping[str, Any]) -> ConfigError | None:
     """vLLM's refusal of the value of an extra engine argument; None for an error of another kind."""
     for fault in error.errors() if hasattr(error, "errors") else ():  # of pydantic
         for name, value in extra.items():

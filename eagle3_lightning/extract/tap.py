@@ -378,14 +378,14 @@ class _DeviceCopier:
             try:
                 stage = self._full.get(timeout=PAUSE_S)
             except Empty:
-                self._close_old()
-                continue
+                stage = None
             try:
-                stage.write()
+                stage.write() if stage is not None else self._close_old()
             except BaseException as error:  # raised by the next copy, in the worker's main thread
                 self._error = error
-            stage.clear()
-            self._free.put(stage)
+            if stage is not None:
+                stage.clear()
+                self._free.put(stage)
 
     def _close_old(self) -> None:
         """vLLM may have nothing to do: what waits for the next step waits no longer."""

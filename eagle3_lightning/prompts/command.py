@@ -13,7 +13,7 @@ import yaml
 
 from eagle3_lightning.arguments import StrictParser
 from eagle3_lightning.checks import COUNT, check_number
-from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.errors import ConfigError, did_you_mean
 from eagle3_lightning.options import (
     BatchOptions,
     EngineOptions,
@@ -24,7 +24,6 @@ from eagle3_lightning.options import (
     SynthesisOptions,
     TargetOptions,
 )
-from eagle3_lightning.usage import did_you_mean
 
 _USAGE = """usage: eagle3 prompts preview --target.path T --prompts.train FILE [options]
        eagle3 prompts preview --config RUN_YAML [options]
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) < 2 or argv[1] not in commands:
         if len(argv) > 1 and argv[1] not in ("--help", "-h"):
             nearest = did_you_mean(argv[1], commands)
-            print(f"eagle3 prompts: there is no command {argv[1]!r}.{nearest}", file=sys.stderr)
+            print(f"eagle3 prompts: there is no command {argv[1]!r}. {nearest}".rstrip(), file=sys.stderr)
         print(f"{_USAGE}\n(each with --help for its options)", file=sys.stderr)
         return 0 if argv[1:] in (["--help"], ["-h"]) else 2
     try:

@@ -24,10 +24,9 @@ class Split:
         """Whether a row is held out; it is counted for `widen`."""
         hashed = _hash(row)
         self._num_rows += 1
-        self._num_least = (
-            self._num_least + 1 if hashed == self._least else 1 if hashed < self._least else self._num_least
-        )
-        self._least = min(self._least, hashed)
+        if hashed < self._least:
+            self._least, self._num_least = hashed, 0
+        self._num_least += hashed == self._least
         return hashed < self._threshold
 
     def trained(self, row: bytes) -> bool:

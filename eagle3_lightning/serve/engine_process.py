@@ -109,15 +109,10 @@ def _start(job: EngineJob) -> "LLM":
     """
     from vllm import LLM, EngineArgs
 
-    from eagle3_lightning.extract.refusals import check_known, refusal
+    from eagle3_lightning.extract.refusals import check_known, started
 
     check_known(job.extra, EngineArgs.__dataclass_fields__)
-    try:
-        return LLM(**job.engine)
-    except ValueError as error:
-        if (refused := refusal(error, job.extra)) is not None:
-            raise refused from error
-        raise
+    return started(lambda: LLM(**job.engine), job.extra)
 
 
 def run_pass(llm: "LLM", task: Task, max_new_tokens: int, on_finished: Any) -> Pass:

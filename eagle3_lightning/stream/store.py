@@ -259,10 +259,6 @@ class SampleStore:
         os.replace(partial, file)
 
 
-def _is_partial(path: Path) -> bool:
-    return path.name.startswith(_PARTIAL)
-
-
 def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ()) -> None:
     """Refuse a directory that cannot be the store of a run; nothing is written.
 
@@ -281,11 +277,12 @@ def check_place(directory: Path, facts: StoreFacts, unknown: Sequence[str] = ())
         if place != directory and not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"{place} cannot be written to")
         # Another rank may be making it. It writes the facts before anything else, so they are looked for last.
-        others = [path for path in directory.iterdir() if not _is_partial(path)] if place == directory else []
+        there = directory.iterdir() if place == directory else ()
+        is_used = any(not path.name.startswith(_PARTIAL) for path in there)
         has_facts = (directory / FACTS_FILE).exists()
     except OSError as error:
         raise _cannot_be_used(directory, error) from error
-    if others and not has_facts:
+    if is_used and not has_facts:
         raise ConfigError(OPTION, str(directory), f"it is not empty and holds no {FACTS_FILE}", "Name a new directory.")
     if not has_facts:
         return

@@ -1,4 +1,4 @@
-"""The tap's copier from the GPU, on the CPU: `python copier_side.py order|room`.
+"""The tap's copier from the GPU, on the CPU: `python copier_side.py order|room|fault`.
 
 Streams, events and pinned memory are CUDA's and stand still here; stages, threads and the order of the rows are real.
 In a process of its own, since it imports vLLM.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from eagle3_lightning.extract import tap
@@ -124,6 +125,36 @@ def room() -> None:
             copier._full.put(stage)
 
 
+def fault() -> None:
+    """What fails in the thread while vLLM has nothing to do ends the next step, and not after a deadline."""
+    arena, writer = make()
+    writer.begin("1", 1, list(range(20)), 8)
+
+    def fail(stage: tap._Stage, stream: Any) -> None:
+        raise OSError("the copy could not be queued")
+
+    send, tap._Stage.send = tap._Stage.send, fail  # type: ignore[method-assign]
+    copier = tap._DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
+    put = iter(range(100))
+
+    def step() -> None:
+        planned = writer.plan(["1"], np.array([1]), np.array([next(put)]))
+        assert planned is not None
+        copier.copy(writer, planned, states([1]), torch.tensor([1]))
+
+    step()
+    time.sleep(4 * tap.PAUSE_S)
+    tap._Stage.send = send  # type: ignore[method-assign]
+
+    def some_steps() -> None:
+        for _ in range(2 * tap.STEPS_TOGETHER):
+            step()
+
+    with pytest.raises(RuntimeError, match="rows could not be written") as told:
+        some_steps()
+    assert isinstance(told.value.__cause__, OSError)
+
+
 if __name__ == "__main__":
     replace_cuda()
-    {"order": order, "room": room}[sys.argv[1]]()
+    {"order": order, "room": room, "fault": fault}[sys.argv[1]]()

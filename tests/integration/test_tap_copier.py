@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("what", ["order", "room"])
+@pytest.mark.parametrize("what", ["order", "room", "fault"])
 def test_rows_of_steps_that_are_written_together(what):
     program = Path(__file__).with_name("copier_side.py")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
