@@ -18,6 +18,18 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"error: Python {sys.version.split()[0]} is not supported by vLLM's wheels; set PYTHON to an interpreter of 3.10 to 3.13.")
 PY
 step() { echo "set-up, $SECONDS s: $*"; }
+# A full disk would end pip somewhere in its work with "No space left on device" alone. .venv takes 4 GiB, and pip unpacks
+# what it downloads first.
+needed_mib=6144
+[ -x .venv/bin/python ] && needed_mib=2048 # most of it may be there
+for directory in . "${TMPDIR:-/tmp}"; do
+    free_mib=$(df -Pm "$directory" | awk 'NR == 2 { print $4 }')
+    if [ "$free_mib" -lt "$needed_mib" ]; then
+        echo "error: $free_mib MiB are free in $(realpath "$directory") and set-up needs $needed_mib: .venv and pip's temporary files." >&2
+        echo "Free some, or set TMPDIR to a directory with more room if it is that one." >&2
+        exit 1
+    fi
+done
 step "making .venv with $("$python" --version) (about three minutes in all, the first time)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check)

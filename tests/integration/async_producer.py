@@ -22,7 +22,8 @@ def start_asynchronous(spec, channel, start=producer._start_vllm):
     made = start(spec, channel)
     core = made[0]._engine.engine_core.engine_core  # in this process
     runner = core.model_executor.driver_worker.worker.model_runner
-    print("SCHEDULER", type(core.scheduler).__name__, core.batch_queue_size, runner.use_async_scheduling, flush=True)
+    ready = getattr(runner, "use_async_scheduling", True)  # the V2 runner knows no other way
+    print("SCHEDULER", type(core.scheduler).__name__, core.batch_queue_size, ready, flush=True)
     return made
 
 

@@ -1,11 +1,13 @@
 """A producer on toy and small targets, as the tests of the extraction drive it."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,21 @@ from eagle3_lightning.target import TargetInfo, inspect_target
 SMOLLM2 = Path(__file__).parents[2] / ".cache/target/smollm2-135m"
 ENGINE = EngineOptions(max_model_len=1024, max_num_seqs=64, cpu_threads=2, start_timeout_s=180.0, step_timeout_s=120.0)
 QUEUE = QueueOptions(capacity_tokens=16384, block_tokens=16)
+
+
+def add_to_python_path(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """For the processes that are started."""
+    old = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", f"{directory}{os.pathsep}{old}" if old else str(directory))
+
+
+def choose_runner(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    """`v1` or `v2`: the model runner of producers started from now on; V2's kernels run in Triton's interpreter."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+    if runner == "v2":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # what it compiles asks Triton's driver for more than a name
+        add_to_python_path(monkeypatch, Path(__file__).parents[1] / "interpreted")
 
 
 def read_target(path: Path) -> TargetInfo:
@@ -99,3 +116,42 @@ def reference_states(path: Path, token_ids: Sequence[int]) -> Tensor:
 def relative_error(ours: Tensor, reference: Tensor) -> Tensor:
     """Per layer: the norm of the difference over the norm of the reference. Inputs are [S, L, H]."""
     return (ours.float() - reference).norm(dim=(0, 2)) / reference.norm(dim=(0, 2))
+
+
+def check_states(
+    info: TargetInfo,
+    plan: LayerPlan,
+    run_dir: Path,
+    *,
+    lengths: Sequence[int] = (3, 9, 33, 120, 7, 64),
+    tolerance: float = 2e-4,
+    reference: Path | None = None,
+    **engine: object,
+) -> str:
+    """Random prompts answered with 16 tokens, and the same texts prefilled, against Transformers in float32.
+
+    Args:
+        info: the target.
+        plan: what is captured.
+        run_dir: of the producer.
+        lengths: tokens of each prompt.
+        tolerance: relative error of a layer; one layer off gives more than 0.1.
+        reference: the checkpoint that Transformers reads, if not the target's.
+        engine: engine options.
+
+    Returns:
+        The tap in use, as `aux/v1`.
+    """
+    with extractor(info, plan, run_dir, **{"max_num_seqs": 8, **engine}) as (made, queue):
+        samples = collect(queue, random_prompts(info, lengths), 16)
+        samples += collect(queue, [s.token_ids for s in samples], 0, "val")
+        worst = 0.0
+        for sample in samples:
+            expected = reference_states(reference or info.path, sample.token_ids[: sample.num_rows])
+            error = relative_error(sample.rows(), expected[:, [*plan.aux, -1]])
+            assert error.max() < tolerance, (sample.index, error)
+            worst = max(worst, float(error.max()))
+            sample.release()
+        tap = made.wait_ready().tap
+    print(f"TAP {tap} | {worst:.1e} |")
+    return tap

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from extract_support import SMOLLM2, all_layers, collect, extractor, read_target, reference_states, relative_error
+from extract_support import (
+    SMOLLM2,
+    all_layers,
+    check_states,
+    choose_runner,
+    collect,
+    extractor,
+    read_target,
+    reference_states,
+    relative_error,
+)
+from toy_targets import make_toy
 
 from eagle3_lightning.target import load_lm_head
 
@@ -64,3 +75,9 @@ def test_bfloat16_states_are_those_of_transformers_but_for_rounding(prompts, tmp
         assert error[:-2].max() < 0.02, error
         assert error[-2:].max() < 0.04, error
     assert torch.cat(agree).float().mean() >= 0.99
+
+
+def test_the_v2_runner_hands_out_the_same(tmp_path, monkeypatch):
+    choose_runner(monkeypatch, "v2")
+    info = read_target(make_toy("llama", tmp_path / "target"))
+    assert check_states(info, all_layers(info), tmp_path, lengths=(3, 33, 120)) == "aux/v2"

@@ -7,6 +7,8 @@ import pytest
 import torch
 from extract_support import (
     Extractor,
+    add_to_python_path,
+    choose_runner,
     collect,
     extractor,
     random_prompts,
@@ -64,6 +66,7 @@ def wait_for_rows(queue, at_least):
     return producer.prefill_tokens + producer.decode_tokens
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [
@@ -74,9 +77,11 @@ def wait_for_rows(queue, at_least):
         pytest.param(AsyncExtractor, FEW_BLOCKS, id="asynchronous, preemption"),
     ],
 )
-def test_a_sample_is_the_same_in_any_company(target, prompts, alone, tmp_path, monkeypatch, kind, engine):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the producers made for tests
+def test_a_sample_is_the_same_in_any_company(target, prompts, alone, tmp_path, monkeypatch, kind, engine, runner):
+    add_to_python_path(monkeypatch, Path(__file__).parent)  # the producers made for tests
+    choose_runner(monkeypatch, runner)
     with extractor(target, PLAN, tmp_path, SamplingOptions(), kind, **engine) as (made, queue):
+        assert made.wait_ready().tap == f"aux/{runner}"
         asynchronous = "SCHEDULER AsyncScheduler 2 True" in made.log_path.read_text()
         assert asynchronous == (kind is AsyncExtractor)
         answered = collect(queue, prompts, 24)

@@ -4,17 +4,7 @@ import json
 import os
 
 import pytest
-from extract_support import (
-    ENGINE,
-    QUEUE,
-    all_layers,
-    collect,
-    extractor,
-    random_prompts,
-    read_target,
-    reference_states,
-    relative_error,
-)
+from extract_support import ENGINE, QUEUE, all_layers, check_states, choose_runner, extractor, read_target
 from fault_support import new_shared_memory
 from toy_targets import make_int4_toy, make_toy
 
@@ -25,26 +15,11 @@ from eagle3_lightning.options import EngineOptions, SamplingOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.tap]
 PLAN = LayerPlan((1, 3, 5), 7)
-LENGTHS = (3, 9, 33, 120, 7, 64)
 
 
-def check_states(info, plan, run_dir, tolerance=2e-4, reference_path=None, **engine):
-    """Answered and prefilled, against Transformers in float32."""
-    with extractor(info, plan, run_dir, max_num_seqs=8, **engine) as (made, queue):
-        samples = collect(queue, random_prompts(info, LENGTHS), 16)
-        samples += collect(queue, [s.token_ids for s in samples], 0, "val")
-        worst = 0.0
-        for sample in samples:
-            reference = reference_states(reference_path or info.path, sample.token_ids[: sample.num_rows])
-            error = relative_error(sample.rows(), reference[:, [*plan.aux, -1]])
-            assert error.max() < tolerance, (sample.index, error)
-            worst = max(worst, float(error.max()))
-            sample.release()
-        print(f"| {run_dir.name} | {made.wait_ready().tap} | {worst:.1e} |")
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_two_tensor_parallel_workers(name, tmp_path):
+@pytest.mark.parametrize(("name", "runner"), [("qwen3", "v1"), ("qwen3_moe", "v1"), ("qwen3", "v2")])
+def test_two_tensor_parallel_workers(name, runner, tmp_path, monkeypatch):
+    choose_runner(monkeypatch, runner)
     info, before = read_target(make_toy(name, tmp_path / "target")), set(os.listdir("/dev/shm"))
     check_states(info, PLAN, tmp_path, tensor_parallel_size=2, cpu_threads=1)
     assert [left for left in new_shared_memory(before) if "-cpushm_" in left] == []
@@ -56,7 +31,7 @@ def test_int4_weights(tmp_path):
     packed, dequantized = make_int4_toy(tmp_path / "target", tmp_path / "dequantized")
     info = read_target(packed)
     # In bfloat16, as such checkpoints are served; one layer off gives more than 0.1.
-    check_states(info, all_layers(info), tmp_path, 0.04, dequantized, dtype="bfloat16")
+    check_states(info, all_layers(info), tmp_path, tolerance=0.04, reference=dequantized, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

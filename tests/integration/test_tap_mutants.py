@@ -1,7 +1,16 @@
 """Faults put into the tap on purpose: the self-check stops the run, or the row checks drop what is wrong."""
 
 import pytest
-from extract_support import SMOLLM2, Extractor, collect_all, extractor, random_prompts, read_target
+from extract_support import (
+    SMOLLM2,
+    Extractor,
+    add_to_python_path,
+    choose_runner,
+    collect_all,
+    extractor,
+    random_prompts,
+    read_target,
+)
 
 from eagle3_lightning.errors import ProducerError
 from eagle3_lightning.layers import LayerPlan
@@ -38,13 +47,17 @@ def mutant(monkeypatch):
     def choose(name):
         monkeypatch.setenv("EAGLE3_MUTANT", name)
         monkeypatch.syspath_prepend(str(SMOLLM2.parents[2] / "tests/integration"))
-        monkeypatch.setenv("PYTHONPATH", str(SMOLLM2.parents[2] / "tests/integration"))
+        add_to_python_path(monkeypatch, SMOLLM2.parents[2] / "tests/integration")
 
     return choose
 
 
-@pytest.mark.parametrize("name", SELF_CHECK)
-def test_the_self_check_stops_the_run(mutant, name, tmp_path):
+ON_V2 = ["shift 1 1", "no norm", "rows of two requests swapped", "chunk dropped"]
+
+
+@pytest.mark.parametrize(("name", "runner"), [(n, "v1") for n in SELF_CHECK] + [(n, "v2") for n in ON_V2])
+def test_the_self_check_stops_the_run(mutant, name, runner, tmp_path, monkeypatch):
+    choose_runner(monkeypatch, runner)
     mutant(name)
     with pytest.raises(ProducerError) as stopped, extractor(read_target(SMOLLM2), PLAN, tmp_path, kind=MutantExtractor):
         pass

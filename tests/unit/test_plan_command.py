@@ -236,6 +236,8 @@ def test_stored_states_leave_no_option_unread(capsys: pytest.CaptureFixture[str]
     assert main(quickstart("--data.prompts.train", str(tmp_path))) == 2
     expected = "data.sampling.max_new_tokens = 128: data.prompts.train holds stored states, which are read as they are"
     assert expected in capsys.readouterr().err
+    assert main(quickstart("--data.prompts.train", str(tmp_path), "--data.cache.max_gib", "3")) == 2
+    assert "Leave it out, and with it data.cache.max_gib." in capsys.readouterr().err  # all of them at once
     assert main(quickstart("--data.prompts.train", str(tmp_path), "--data.sampling.max_new_tokens=512")) == 0
 
 
