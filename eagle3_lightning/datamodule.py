@@ -30,6 +30,8 @@ from eagle3_lightning.options import (
     TargetOptions,
 )
 from eagle3_lightning.prompts.preview import Preview, preview_batch
+from eagle3_lightning.prompts.setup import VAL
+from eagle3_lightning.prompts.sources import as_sources
 from eagle3_lightning.stream.messages import Ready, Stream
 from eagle3_lightning.stream.packer import Packer
 from eagle3_lightning.stream.queue import QueueStats
@@ -211,6 +213,11 @@ class HiddenStateDataModule(pl.LightningDataModule):
             "prompts": train.fingerprint(),
             "sampling": sampling_fingerprint(self.sampling),
         }
+
+    @property
+    def held_out_files(self) -> list[str]:
+        """The files that are validated on, sorted; none where what is held out is a part of the training's."""
+        return sorted(str(Path(source.path).resolve()) for source in as_sources(self.prompts.val, VAL))
 
     # -- for the module and the callbacks --------------------------------------------------------------------------
 

@@ -12,14 +12,17 @@ from eagle3_lightning.arguments import StrictParser
 from eagle3_lightning.charts import COLORS, Chart, Line, line_chart
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.read import read_export, serve_command
+from eagle3_lightning.summary import serves_other_prompts
 
 SERVED = "serve/acceptance_length"
+SERVED_OTHERS = "serve/acceptance_length_of_other_prompts"  # only here: a bench of prompts that were not simulated
 Curves = dict[str, list[tuple[float, float]]]
 
 # (title, [(metric, label)]); a name that ends in * stands for every metric that begins so.
 CHARTS: list[tuple[str, list[tuple[str, str]]]] = [
     ("Acceptance length: simulated and served", [("train/tau", "train, simulated"), ("val/tau", "held out, simulated"),
-                                                 (SERVED, "served by vLLM")]),
+                                                 (SERVED, "served by vLLM"),
+                                                 (SERVED_OTHERS, "served by vLLM, other prompts")]),
     ("Loss (KL to the target, nats per supervised token)", [("train/loss", "train"), ("val/loss", "held out")]),
     ("Held out: accuracy at step k, given all before it", [("val/cond_acc_*", "step ")]),
     ("Held out: loss at step k", [("val/loss_*", "step ")]),
@@ -150,7 +153,8 @@ def read_run(run_dir: Path) -> tuple[Curves, dict[str, Any]]:
     curves, summary = read_curves(run_dir), read_summary(run_dir)
     if SERVED not in curves and None not in (summary.get("served_acceptance_length"), summary.get("steps")):
         step = summary["steps"] if summary.get("served_step") is None else summary["served_step"]
-        curves[SERVED] = [(float(step), float(summary["served_acceptance_length"]))]  # of `eagle3 bench`
+        name = SERVED_OTHERS if serves_other_prompts(summary) else SERVED
+        curves[name] = [(float(step), float(summary["served_acceptance_length"]))]  # of `eagle3 bench`
     if not curves and not summary:
         raise ConfigError("RUN", str(run_dir), "it holds neither logs/*/metrics.csv nor summary.json",
                           "Name the run_dir of an `eagle3 fit` that logs with the CSVLogger.")  # fmt: skip

@@ -57,6 +57,14 @@ def read_summary(file: Path) -> dict[str, Any]:
     return summary
 
 
+def serves_other_prompts(summary: dict[str, Any]) -> bool:
+    """Whether the served figures are of other prompts than the fit simulated; False where that is not known."""
+    simulated, served = summary.get("simulated_on"), summary.get("served_acceptance_by_prompts")
+    if not isinstance(simulated, list) or not isinstance(served, dict):
+        return False
+    return {Path(file).resolve() for file in served} != {Path(str(file)) for file in simulated}
+
+
 def served_figures(report: "BenchReport") -> dict[str, object]:
     """What of a bench goes into a run's summary.json: the first number of tokens at the first concurrency."""
     from eagle3_lightning.serve.results import pooled_acceptance

@@ -140,6 +140,7 @@ class ExportCallback(Callback):
         return {
             "simulated_tau": tau,
             "simulated_step": step,
+            "simulated_on": getattr(trainer.datamodule, "held_out_files", None),  # type: ignore[attr-defined]
             "tokens_trained": int(pl_module.totals[0]),
             "vocab_coverage": None if math.isnan(pl_module.vocab_coverage) else pl_module.vocab_coverage,
             "steps": trainer.global_step,

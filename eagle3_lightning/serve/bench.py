@@ -280,11 +280,19 @@ class _Runner:
 
 
 def log_files(directory: Path, depths: list[int]) -> dict[int | None, Path]:
-    """A file that is not there for each engine of a bench, all of them with one number; None is the target alone."""
+    """A file for each engine of a bench, none of them there yet and all with one number; None is the target alone.
+
+    That of the target is made here: it takes the number, so that a bench that starts beside this one has another.
+    """
     names = {depth: f"vllm_draft_{depth}" for depth in depths} | {None: "vllm_target"}
     for number in count(1):
         suffix = "" if number == 1 else f"_{number}"
         files = {depth: directory / f"{name}{suffix}.log" for depth, name in names.items()}
-        if not any(os.path.lexists(file) for file in files.values()):
-            return files
+        if any(os.path.lexists(file) for file in files.values()):
+            continue
+        try:
+            files[None].touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return files
     raise AssertionError

@@ -14,7 +14,7 @@ from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.bench import BenchOptions, check_summary, measure
 from eagle3_lightning.serve.messages import Progress
 from eagle3_lightning.serve.table import as_text
-from eagle3_lightning.summary import served_figures, update_summary
+from eagle3_lightning.summary import served_figures, serves_other_prompts, update_summary
 
 NOT_LOSSLESS = 1
 _LISTS = ("prompts", "num_speculative_tokens", "concurrency", "max_prompts")
@@ -59,6 +59,11 @@ def against_simulation(summary: dict[str, Any]) -> str:
     tau, served = summary.get("simulated_tau"), summary["served_acceptance_length"]
     if not isinstance(tau, float):
         return "simulated tau: none (the fit ended without a validation)"
+    if serves_other_prompts(summary):
+        return (
+            f"simulated tau: {tau:.3f} on the run's held-out set; what was served are other prompts, which "
+            "`eagle3 validate` simulates"
+        )
     by = tau / served - 1
     where = f"{abs(by):.1%} {'over' if by > 0 else 'under'}" if f"{abs(by):.1%}" != "0.0%" else "equal to"
     return f"simulated tau: {tau:.3f} on the held-out set, {where} the served {served:.3f}"

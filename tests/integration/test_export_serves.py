@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from extract_support import choose_runner
 from safetensors.torch import load_file, save_file
 from serve_support import TARGET, export_echo
 
@@ -34,8 +35,9 @@ def serve(
     return run_engine(job, label="export", log_file=tmp_path / "vllm.log", start_timeout_s=300, step_timeout_s=300)
 
 
-@pytest.mark.parametrize("way", ["directory", "speculative_config"])
-def test_vllm_serves_the_export(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(("way", "runner"), [("directory", "v1"), ("speculative_config", "v1"), ("directory", "v2")])
+def test_vllm_serves_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, runner: str) -> None:
+    choose_runner(monkeypatch, runner)
     if way == "directory":  # target and number of tokens are those that the export names
         result = serve(str(export_echo(tmp_path / "draft").path), tmp_path, None)
     else:
@@ -46,6 +48,7 @@ def test_vllm_serves_the_export(tmp_path: Path, way: str) -> None:
     accepted = one.accepted_tokens / one.drafts
     assert accepted > 1.5, msgspec.json.encode(one)
     assert sum(one.accepted_per_position) == one.accepted_tokens
+    assert ("Using V2 Model Runner" in (tmp_path / "vllm.log").read_text()) == (runner == "v2")
 
 
 def test_a_draft_whose_vocabulary_is_another_is_said_to_be_served_wrongly(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The arithmetic and the advice of a bench, its prompts and its arguments. The engine is in tests/integration."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lightning  # noqa: F401 - its log handler keeps the stderr of the moment: not one that a test captures and closes
@@ -215,14 +216,20 @@ def test_a_later_bench_keeps_the_logs_of_an_earlier_one(tmp_path: Path) -> None:
         files = log_files(tmp_path, depths)
         benches.append(sorted(file.name for file in files.values()))
         for depth, file in files.items():
-            if not stopped or depth is not None:  # Ctrl-C comes before the target alone
+            if depth is not None and not stopped:  # Ctrl-C, before the first engine
                 file.touch(exist_ok=False)
     assert benches == [
         ["vllm_draft_3.log", "vllm_draft_5.log", "vllm_target.log"],
         ["vllm_draft_3_2.log", "vllm_target_2.log"],
-        ["vllm_draft_5_2.log", "vllm_target_2.log"],
-        ["vllm_draft_7_3.log", "vllm_target_3.log"],
+        ["vllm_draft_5_3.log", "vllm_target_3.log"],
+        ["vllm_draft_7_4.log", "vllm_target_4.log"],
     ]
+
+
+def test_benches_that_start_at_once_have_logs_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        benches = list(pool.map(lambda _: log_files(tmp_path, [3]), range(40)))
+    assert len({file for files in benches for file in files.values()}) == 80
 
 
 def test_no_prompts_are_refused_and_not_taken_for_all(tmp_path: Path) -> None:
@@ -240,6 +247,17 @@ def test_the_table_ends_with_the_simulated_length_beside_the_served() -> None:
         line = against_simulation({"simulated_tau": tau, "served_acceptance_length": 1.5})
         assert line == f"simulated tau: {tau:.3f} on the held-out set, {where} the served 1.500"
     assert "without a validation" in against_simulation({"simulated_tau": None, "served_acceptance_length": 1.5})
+
+
+def test_a_bench_of_other_prompts_is_not_held_against_the_simulation(tmp_path: Path) -> None:
+    summary = {"simulated_tau": 1.5, "served_acceptance_length": 1.4, "simulated_on": [str(tmp_path / "a")]}
+    for served, told in ((["a"], False), (["b"], True), (["a", "b"], True)):
+        by_prompts = {str(tmp_path / name): 1.4 for name in served}
+        line = against_simulation({**summary, "served_acceptance_by_prompts": by_prompts})
+        assert ("other prompts, which `eagle3 validate` simulates" in line) is told
+        assert ("over the served" in line) is not told
+    split_off = {**summary, "simulated_on": [], "served_acceptance_by_prompts": {str(tmp_path / "a"): 1.4}}
+    assert "other prompts" in against_simulation(split_off)
 
 
 def test_several_files_pool_into_one_figure() -> None:

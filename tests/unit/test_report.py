@@ -46,6 +46,16 @@ def test_the_page_stands_alone_and_says_what_counts(run_dir: Path) -> None:
     assert 'class="dot' in page  # the bench's figure, beside the simulated curve
 
 
+def test_a_bench_of_other_prompts_is_a_point_of_its_own(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for held_out, told in (("/held_out", False), ("/elsewhere", True)):
+        more = {"simulated_on": [held_out], "served_acceptance_by_prompts": {"/held_out": 1.47}}
+        (run_dir / "summary.json").write_text(json.dumps({**summary, **more}))
+        page = make_page(run_dir)
+        assert ("served by vLLM, other prompts" in page) is told
+        assert ("Simulated against served" in page) is not told  # the table that sets the two side by side
+
+
 def test_a_figure_of_an_earlier_step_says_so(run_dir: Path) -> None:
     """A resumed run went on behind its last validation and its last bench."""
     summary = json.loads((run_dir / "summary.json").read_text())
