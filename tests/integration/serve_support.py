@@ -6,6 +6,7 @@ almost never. The feature scale is not one, so an export that does not fold it s
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,10 +27,10 @@ def target_info() -> TargetInfo:
 
 
 @torch.no_grad()
-def echo_draft(target: TargetInfo, draft_vocab_size: int | None) -> Eagle3Draft:
+def echo_draft(target: TargetInfo, draft_vocab_size: int | None, **options: Any) -> Eagle3Draft:
     """See the module's docstring."""
-    options = DraftOptions(draft_vocab_size=draft_vocab_size, norm_before_residual=False)
-    draft = Eagle3Draft(DraftConfig.resolve(options, target), torch.bfloat16)
+    wanted = DraftOptions(draft_vocab_size=draft_vocab_size, norm_before_residual=False, **options)
+    draft = Eagle3Draft(DraftConfig.resolve(wanted, target), torch.bfloat16)
     draft.embed_tokens.weight.copy_(load_embeddings(target))
     size = draft.config.draft_vocab_size
     ids = torch.arange(size) + min(16, draft.config.vocab_size - size)  # a reduced vocabulary is shifted by 16
@@ -37,20 +38,21 @@ def echo_draft(target: TargetInfo, draft_vocab_size: int | None) -> Eagle3Draft:
     draft.lm_head.weight.copy_(load_lm_head(target, ids))
     with safe_open(target.path / "model.safetensors", "pt") as file:
         draft.norm.weight.copy_(file.get_tensor("model.norm.weight"))
-    layer = draft.layers[0]
-    for weight in (draft.fc.weight, layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-        weight.zero_()
+    draft.fc.weight.zero_()
+    for layer in draft.decoder_layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
     rms = torch.linspace(1.0, 50.0, 3 * target.hidden_size).view(3, -1)
     draft.set_feature_rms(rms)
     draft.fc.weight[:, 2 * target.hidden_size :] = torch.diag(rms[2])
     return draft
 
 
-def export_echo(out: Path, draft_vocab_size: int | None = 40000) -> Export:
-    """The echo draft as a served directory."""
+def export_echo(out: Path, draft_vocab_size: int | None = 40000, **options: Any) -> Export:
+    """The echo draft as a served directory; `options` are more of DraftOptions."""
     target = target_info()
     return export_draft(
-        echo_draft(target, draft_vocab_size),
+        echo_draft(target, draft_vocab_size, **options),
         out,
         target=target,
         layers=plan_layers(None, target.num_layers),

@@ -35,11 +35,25 @@ def serve(
     return run_engine(job, label="export", log_file=tmp_path / "vllm.log", start_timeout_s=300, step_timeout_s=300)
 
 
-@pytest.mark.parametrize(("way", "runner"), [("directory", "v1"), ("speculative_config", "v1"), ("directory", "v2")])
-def test_vllm_serves_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, runner: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "runner", "options"),
+    [
+        ("directory", "v1", {}),
+        ("speculative_config", "v1", {}),
+        ("directory", "v2", {}),
+        (
+            "directory",
+            "v2",
+            {"num_layers": 2, "sliding_window": 32},
+        ),
+    ],
+)
+def test_vllm_serves_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, runner: str, options: dict[str, int]
+) -> None:
     choose_runner(monkeypatch, runner)
     if way == "directory":  # target and number of tokens are those that the export names
-        result = serve(str(export_echo(tmp_path / "draft").path), tmp_path, None)
+        result = serve(str(export_echo(tmp_path / "draft", **options).path), tmp_path, None)
     else:
         full = export_echo(tmp_path / "draft", draft_vocab_size=None).path
         result = serve(str(TARGET), tmp_path, {"method": "eagle3", "model": str(full), "num_speculative_tokens": 3})
