@@ -46,6 +46,7 @@ _WAKE_S = 0.5
 class _StreamState:
     next_index: int | None = None  # None until Begin
     count: int | None = None  # None until End
+    is_fed_here: bool = False
     unanswered: int = 0
     ready: dict[int, FinishedSample | Dropped | Stored] = field(default_factory=dict)
 
@@ -119,6 +120,7 @@ class SampleQueue:
             start_index: index of the first.
         """
         assert self._streams[stream].next_index is None, f"stream {stream} is fed already"
+        self._streams[stream].is_fed_here = True
         self._channel.send(Begin(stream, start_index))
         thread = threading.Thread(
             target=self._feed, args=(stream, requests, start_index), daemon=True, name=f"eagle3-{stream}"
@@ -259,29 +261,42 @@ class SampleQueue:
             return  # the supervisor holds the deadline of the engine's start, and fails the queue
         quiet_s = time.monotonic() - max(started_s, self._last_progress_s)
         if quiet_s > self._handle.step_timeout_s:
-            state = self._streams[stream]
-            raise ProducerError(
-                f"waited {quiet_s:.0f} s for {stream} sample {state.next_index} and vLLM (process {self._ready.pid}) "
-                f"made no progress: {self._producer.running} requests running, {self._producer.free_blocks} arena "
-                "blocks free"
+            wanted = f"{stream} sample {self._streams[stream].next_index}"
+            raise ProducerError(f"waited {quiet_s:.0f} s for {wanted} and {self._whom(stream)}")
+
+    def _whom(self, stream: Stream) -> str:
+        """Who is waited for, in words."""
+        state = self._streams[stream]
+        if self._lacks_room(stream, state):  # what this rank held it has given back
+            return (
+                "the arena has no room for it: its blocks belong to samples that another rank has not trained on. See "
+                "why that one does not go on"
             )
+        if state.is_fed_here and state.unanswered == 0:
+            return "the source of its prompts gave none"
+        assert self._ready is not None
+        return (
+            f"vLLM (process {self._ready.pid}) made no progress: {self._producer.running} requests running, "
+            f"{self._producer.free_blocks} arena blocks free"
+        )
 
     def _give_way(self, stream: Stream, state: _StreamState, started_s: float) -> None:
-        # The sample that is waited for has no blocks yet, so what this rank holds may be all that is missing. With some
-        # patience, since blocks that were just released are on their way.
-        starved = self._starved
+        # What this rank holds may be all that is missing. With some patience: blocks that were just released are coming.
         if time.monotonic() - max(started_s, self._starved_since_s) < GIVE_WAY_AFTER_S:
             return
-        if (
-            starved is None
-            or state.next_index is None
-            or (starved.stream == stream and starved.index > state.next_index)
-        ):
+        if not self._lacks_room(stream, state):
             return
         for sample in list(self._out.values()):
             if sample.holds_blocks:
                 sample.spill()
                 self._counted.spilled += 1
+
+    def _lacks_room(self, stream: Stream, state: _StreamState) -> bool:
+        """Whether the sample that is waited for has no blocks yet, and none are free."""
+        starved = self._starved
+        if starved is None or state.next_index is None:
+            return False
+        return starved.stream != stream or starved.index <= state.next_index
 
     def _count(self, item: FinishedSample | Dropped | Stored) -> None:
         if isinstance(item, Stored):

@@ -307,8 +307,21 @@ def test_what_is_left_of_a_stream_has_a_deadline():
             time.sleep(30)
 
         b.queues[0].feed("self", requests())
-        with pytest.raises(ProducerError, match=r"for self sample 1 and vLLM .* made no progress"):
+        with pytest.raises(ProducerError, match=r"for self sample 1 and the source of its prompts gave none"):
             b.queues[0].forget("self")
+
+
+def test_a_rank_that_does_not_go_on_is_not_taken_for_vllm(tmp_path):
+    with bench(num_blocks=12, world_size=2, step_timeout_s=1.0, tmp_path=tmp_path) as b:
+        b.start_producer()
+        b.queues[0].feed("train", (request(i) for i in range(100)))
+
+        def take_all_alone():
+            while True:
+                b.queues[0].get("train").release()
+
+        with pytest.raises(ProducerError, match=r"for train sample \d+ and the arena has no room .* another rank"):
+            take_all_alone()
 
 
 def test_every_rank_gets_every_sample_and_blocks_are_free_when_all_have_let_go(tmp_path):
