@@ -19,8 +19,9 @@ from eagle3_lightning.draft.metrics import DraftMetrics, Scores, scores
 from eagle3_lightning.draft.model import Eagle3Draft, Table
 from eagle3_lightning.draft.plan import UnrollPlan, plan_unroll
 from eagle3_lightning.draft.ttt import ttt_loss
-from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage
+from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage, share_inside
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.export.start import load_start, open_start
 from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.optim import StepGuard, build_optimizer, run_clock, scale_gradients, schedule
@@ -46,7 +47,14 @@ class Eagle3Module(L.LightningModule):
 
     totals: Tensor
 
-    def __init__(self, target: TargetOptions, draft: DraftOptions, loss: LossOptions, optim: OptimOptions) -> None:
+    def __init__(
+        self,
+        target: TargetOptions,
+        draft: DraftOptions,
+        loss: LossOptions,
+        optim: OptimOptions,
+        init_from: str | None = None,
+    ) -> None:
         """Read the target's sizes and build the draft.
 
         Args:
@@ -54,9 +62,11 @@ class Eagle3Module(L.LightningModule):
             draft: shape of the draft.
             loss: test-time training.
             optim: optimizer and schedule.
+            init_from: directory of a draft, in the speculators format, to start from with its weights and its
+                vocabulary; None (the default) starts from random weights.
 
         Raises:
-            ConfigError: a target that cannot be read, or options that do not fit it.
+            ConfigError: a target that cannot be read, options that do not fit it, or a draft that does not fit them.
         """
         super().__init__()
         self.save_hyperparameters(  # plain dicts, so that a checkpoint loads with weights_only
@@ -67,6 +77,8 @@ class Eagle3Module(L.LightningModule):
         self.layers = plan_layers(target.layers, self.target_info.num_layers, target.layer_convention)
         config = DraftConfig.resolve(draft, self.target_info)
         frozen_dtype = getattr(torch, self.target_info.dtype)
+        self.init_from = init_from
+        self._start = None if init_from is None else open_start(init_from, config, self.target_info, self.layers)
         self.draft = Eagle3Draft(config, frozen_dtype)
         self._host_head: Tensor | None = None  # the target's whole lm_head, where it is not the embedding
         self.teacher_head = (
@@ -304,7 +316,16 @@ class Eagle3Module(L.LightningModule):
             calibration: of the run's first samples, the same on every rank.
         """
         config = self.draft.config
-        if not config.full_vocab:
+        if config.feature_scale:
+            self.draft.set_feature_rms(calibration.feature_rms)
+        if self._start is not None:
+            load_start(self.draft, self._start, self.target_info)
+            self.vocab_coverage = share_inside(calibration, self.draft.draft_token_ids.cpu())
+            rank_zero_info(
+                f"training starts from {self.init_from}, whose {config.draft_vocab_size:,} tokens are "
+                f"{self.vocab_coverage:.2%} of the supervised text of the first samples"
+            )
+        elif not config.full_vocab:
             size, always = config.draft_vocab_size, self.target_info.eos_token_ids
             self.draft.set_vocab(choose_draft_vocab(calibration, size, always))
             measured = coverage(calibration, size, always)
@@ -312,11 +333,17 @@ class Eagle3Module(L.LightningModule):
             rank_zero_info(measured.sentence(size))
         else:
             self.vocab_coverage = 1.0
-        if config.feature_scale:
-            self.draft.set_feature_rms(calibration.feature_rms)
-        self.draft.lm_head.weight.copy_(self._target_rows())
+        if self._start is None:
+            self.draft.lm_head.weight.copy_(self._target_rows())
         self._calibrated = True
         self._fill_teacher_head()
+
+    def on_validation_start(self) -> None:
+        """Without a checkpoint and without a fit, what is validated is the draft that training would start from."""
+        if not self._calibrated and self._start is not None:
+            load_start(self.draft, self._start, self.target_info)
+            self._calibrated = True
+            self._fill_teacher_head()
 
     def _fill_teacher_head(self) -> None:
         if self.teacher_head is not None and self._target_loaded:

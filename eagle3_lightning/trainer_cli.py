@@ -270,7 +270,8 @@ class Eagle3CLI(LightningCLI):
         (check_any if validation else check_fit)(config.trainer)
         check_accelerator(config.trainer)
         check_checkpoint_numbers(config.checkpoint)
-        config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation)
+        starts = config.model.init_from is not None
+        config.ckpt_path = check_checkpoint(config.ckpt_path, config.run_dir, needed=validation and not starts)
         rank_zero_only(self._lock.acquire)(config.run_dir)
         if not validation:
             rank_zero_only(check_run_dir)(config.run_dir, config.ckpt_path)
@@ -331,6 +332,7 @@ def check_checkpoint(ckpt_path: Any, run_dir: Path, needed: bool = False) -> str
     remedy = "Name a checkpoint file, or `last` for the last one of --run_dir."
     if ckpt_path is None:
         if needed:
+            remedy = f"{remedy.removesuffix('.')}; or a draft as --model.init_from."
             raise ConfigError("--ckpt_path", None, "there is nothing to validate without a checkpoint", remedy)
         return None
     file = run_dir / CHECKPOINTS / "last.ckpt" if str(ckpt_path) == "last" else Path(ckpt_path)

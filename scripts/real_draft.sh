@@ -6,7 +6,7 @@
 #   scripts/real_draft.sh peer [SECONDS]         `speculators train` on the samples that ours left on disk, for as long as
 #                                                the whole run of ours took (its start-up and generation counted for it)
 #   scripts/real_draft.sh bench ours|peer EVAL.jsonl ...   either draft in vLLM, 5 tokens, temperature 0
-#   scripts/real_draft.sh simulate EVAL.jsonl ...          tau of ours on the answers to the same prompts, without serving
+#   scripts/real_draft.sh simulate ours|peer EVAL.jsonl ...  its tau on the answers to the same prompts, without serving
 #   scripts/real_draft.sh shape NAME [--OPTION VALUE ...]  a draft of other options (--model.draft.num_layers 2) on the same
 #                                                          samples, without vLLM, for STEPS steps (1000)
 #   scripts/real_draft.sh table                            what the stages above have left, as Markdown
@@ -128,13 +128,18 @@ bench() {
 }
 
 simulate() {
-    local file jobs=()
+    local side=$1 file jobs=() draft
+    shift
+    draft=(--ckpt_path "$out/checkpoints/last.ckpt")
+    if [ "$side" = peer ]; then # its default shape: the target's own width, and the state that it feeds back is normed
+        draft=(--model.init_from "$out/peer/interrupted" --model.draft.intermediate_size null --model.draft.norm_output true)
+    fi
     # At once: each has a small engine of its own. The KV cache's size is given, since vLLM's own measurement of what it may
     # take fails where another process frees memory meanwhile.
     local engine='--data.engine.gpu_memory_utilization 0.1 --data.engine.extra {"kv_cache_memory_bytes":4000000000}'
     for file in "$@"; do
-        "$python" -m eagle3_lightning validate --config "$out/config.yaml" --ckpt_path "$out/checkpoints/last.ckpt" \
-            --run_dir "$out/simulated/$(basename "$file" .jsonl)" --trainer.logger null --data.cache.dir null \
+        "$python" -m eagle3_lightning validate --config "$out/config.yaml" "${draft[@]}" \
+            --run_dir "$out/simulated/$side/$(basename "$file" .jsonl)" --trainer.logger null --data.cache.dir null \
             --data.prompts.val "[$file]" --data.prompts.max_val_samples 1000 --data.sampling.max_new_tokens 256 \
             ${SIMULATE_ARGS:-$engine} &
         jobs+=($!)
@@ -169,24 +174,28 @@ sets = sorted({name for _, name, _ in figures})
 most = {side: max(concurrency for of, _, concurrency in figures if of == side) for side in sides}
 
 
-def simulated(name):
-    (file,) = (out / "simulated" / name).glob("validation/logs/version_*/metrics.csv")
+def simulated(side, name):
+    files = list((out / "simulated" / side / name).glob("validation/logs/version_*/metrics.csv"))
+    if not files:
+        return float("nan")
+    (file,) = files
     return next(float(row["val/tau"]) for row in csv.DictReader(file.open()) if row.get("val/tau"))
 
 
-print("| prompts | ours, served | 95 % | simulated | served / simulated | speculators | ours / speculators | accepted at 1 to 5 |")
-print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+print("| prompts | ours, served | 95 % | simulated | served / simulated | speculators, served | simulated | ours / speculators, served "
+      "| simulated | accepted at 1 to 5 |")
+print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
 rows = {}
 for name in sets:
-    ours, tau = figures["ours", name, most["ours"]], simulated(name)
+    ours, tau, peer_tau = figures["ours", name, most["ours"]], simulated("ours", name), simulated("peer", name)
     other = figures["peer", name, most["peer"]]["acceptance_length"] if "peer" in sides else float("nan")
     served, (low, high) = ours["acceptance_length"], ours["acceptance_length_ci95"]
     positions = " ".join(f"{share:.2f}" for share in ours["acceptance_per_position"])
-    rows[name] = (served, tau, other, f"{low:.2f} to {high:.2f}", positions)
-rows["mean"] = (*(sum(column) / len(column) for column in list(zip(*rows.values()))[:3]), "", "")
-for name, (served, tau, other, interval, positions) in rows.items():
-    print(f"| {name} | {served:.3f} | {interval} | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {served / other:.3f} "
-          f"| {positions} |".replace("nan", "not run"))
+    rows[name] = (served, tau, other, peer_tau, f"{low:.2f} to {high:.2f}", positions)
+rows["mean"] = (*(sum(column) / len(column) for column in list(zip(*rows.values()))[:4]), "", "")
+for name, (served, tau, other, peer_tau, interval, positions) in rows.items():
+    print(f"| {name} | {served:.3f} | {interval} | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {peer_tau:.3f} "
+          f"| {served / other:.3f} | {tau / peer_tau:.3f} | {positions} |".replace("nan", "not run"))
 print("\n| prompts | requests at once | tokens/s with the draft | without | speed-up | identical outputs | real differences |")
 print("| --- | --- | --- | --- | --- | --- | --- |")
 for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (item[0][2], item[0][1])):

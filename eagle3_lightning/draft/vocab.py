@@ -207,3 +207,9 @@ def coverage(calibration: Calibration, size: int, always: Iterable[int] = ()) ->
     )
     chosen = choose_draft_vocab(others, size, always) + torch.arange(size)
     return Coverage(int(held.response_counts[chosen].sum()) / num_tokens, num_tokens, held.num_samples)
+
+
+def share_inside(calibration: Calibration, token_ids: Int[Tensor, " D"]) -> float:
+    """What share of the supervised tokens a given draft vocabulary holds; NaN of none."""
+    counts = calibration.response_counts
+    return int(counts[token_ids].sum()) / int(counts.sum()) if counts.any() else math.nan

@@ -2,7 +2,7 @@
 
 vLLM builds the draft's configuration from `transformer_layer_config` without filling in any default, and different
 versions read different spellings of the rotary parameters, so every field is written out, in both spellings.
-Source: vllm/transformers_utils/configs/speculators/{base,algos}.py, versions 0.16.0 to 0.32.0.
+Source: vllm/transformers_utils/configs/speculators/{base,algos}.py, versions 0.16.0 to 0.33.0.
 """
 
 from typing import Any

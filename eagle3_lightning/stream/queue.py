@@ -281,7 +281,7 @@ class SampleQueue:
         )
 
     def _give_way(self, stream: Stream, state: _StreamState, started_s: float) -> None:
-        # What this rank holds may be all that is missing. With some patience: blocks that were just released are coming.
+        # What this rank holds may be all that is missing. With some patience: blocks just released are coming.
         if time.monotonic() - max(started_s, self._starved_since_s) < GIVE_WAY_AFTER_S:
             return
         if not self._lacks_room(stream, state):

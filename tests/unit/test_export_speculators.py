@@ -13,6 +13,7 @@ from eagle3_lightning.draft.model import Eagle3Draft, Unroll
 from eagle3_lightning.draft.plan import plan_unroll
 from eagle3_lightning.export.read import read_export
 from eagle3_lightning.export.speculators import export_draft
+from eagle3_lightning.export.start import load_start, open_start
 from eagle3_lightning.export.weights import check_weights
 from eagle3_lightning.target import TargetInfo, load_embeddings
 
@@ -51,6 +52,18 @@ def test_same_logits_in_speculators(tmp_path: Path, options: dict[str, object]) 
         error = (theirs[step][:rows] - ours[step][:rows]).norm() / spread.norm()
         assert error < 0.03, f"step {step}: {error}"  # bf16 weights against float32 ones
         assert (theirs[step][:rows].argmax(-1) == ours[step][:rows].argmax(-1)).float().mean() > 0.9
+    check_start(target, draft, tmp_path / "theirs")
+
+
+def check_start(target: TargetInfo, draft: Eagle3Draft, written: Path) -> None:
+    """Training can start from what speculators' class has written, with the draft's own logits."""
+    started = Eagle3Draft(draft.config, torch.bfloat16)
+    started.embed_tokens.weight.copy_(load_embeddings(target))
+    started.set_feature_rms(torch.rand(3, target.hidden_size) + 0.5)
+    load_start(started, open_start(str(written), draft.config, target, LAYERS), target)
+    batch = make_batch(target, draft)
+    for own, again in zip(our_logits(draft, batch), our_logits(started, batch), strict=True):
+        assert (own - again).norm() / (own - own.mean(-1, keepdim=True)).norm() < 0.03
 
 
 def make_batch(target: TargetInfo, draft: Eagle3Draft) -> Eagle3Batch:
