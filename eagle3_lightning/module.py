@@ -63,7 +63,7 @@ class Eagle3Module(L.LightningModule):
             loss: test-time training.
             optim: optimizer and schedule.
             init_from: directory of a draft, in the speculators format, to start from with its weights and its
-                vocabulary; None (the default) starts from random weights.
+                vocabulary; None (the default) starts from random weights. A checkpoint that is given has its own.
 
         Raises:
             ConfigError: a target that cannot be read, options that do not fit it, or a draft that does not fit them.

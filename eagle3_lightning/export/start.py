@@ -20,29 +20,46 @@ OPTION = "model.init_from"
 _NOT_READ = ("t2d", "mask_hidden", "embed_tokens.weight")
 
 
-def open_start(path: str, config: DraftConfig, target: TargetInfo, layers: LayerPlan) -> ExportedDraft:
-    """Check that a draft can be what training starts from.
+def read_start(path: str, config: DraftConfig, num_layers: int, layers: LayerPlan) -> ExportedDraft:
+    """Check that a draft has the shape that training shall go on with; nothing of the target need be there.
 
     Args:
         path: a directory in the speculators format.
         config: the draft that the run's options describe.
-        target: the run's target.
+        num_layers: decoder layers of the target.
         layers: what the run captures.
 
     Raises:
-        ConfigError: no such draft, one of another target, shape or layers, or one whose frozen parts were trained.
+        ConfigError: no such draft, a damaged or a quantized one, or one of another shape or other layers.
     """
     found = read_export(Path(path).expanduser(), OPTION)
-    try:
-        check_target(found, target, OPTION)
-    except ConfigError as error:
-        remedy = "Name a draft of target.path, or its own target there."
-        raise ConfigError(OPTION, path, error.problem, remedy) from error
     if found.config.get("quantization_config") or found.config["transformer_layer_config"].get("quantization_config"):
         raise ConfigError(OPTION, path, "its weights are quantized", "Start from a draft that is not.")
     check_weights(found, OPTION)
     _check_shape(found, path, config)
-    _check_layers(found, path, target, layers)
+    _check_layers(found, path, num_layers, layers)
+    return found
+
+
+def open_start(path: str, config: DraftConfig, target: TargetInfo, layers: LayerPlan) -> ExportedDraft:
+    """Check that a draft can be what training starts from.
+
+    Args:
+        path: see `read_start`.
+        config: see `read_start`.
+        target: the run's target.
+        layers: see `read_start`.
+
+    Raises:
+        ConfigError: see `read_start`, or a draft of another target, or one whose frozen parts were trained.
+    """
+    draft = read_export(Path(path).expanduser(), OPTION)
+    try:
+        check_target(draft, target, OPTION)
+    except ConfigError as error:
+        remedy = "Name a draft of target.path, or its own target there."
+        raise ConfigError(OPTION, path, error.problem, remedy) from error
+    found = read_start(path, config, target.num_layers, layers)
     _check_frozen(found, path, config, target)
     return found
 
@@ -136,8 +153,8 @@ def _said(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_layers(found: ExportedDraft, path: str, target: TargetInfo, layers: LayerPlan) -> None:
-    given = found.config.get("eagle_aux_hidden_state_layer_ids") or to_vllm(default_aux_layers(target.num_layers))
+def _check_layers(found: ExportedDraft, path: str, num_layers: int, layers: LayerPlan) -> None:
+    given = found.config.get("eagle_aux_hidden_state_layer_ids") or to_vllm(default_aux_layers(num_layers))
     theirs = from_vllm([int(i) for i in given])
     if theirs != layers.aux:
         raise ConfigError(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from eagle3_lightning.draft.config import DraftConfig
+from eagle3_lightning.export.start import read_start
 from eagle3_lightning.layers import LayerPlan, plan_layers
 from eagle3_lightning.options import PromptOptions
 from eagle3_lightning.plan.check import check_data, check_export
@@ -139,6 +140,8 @@ def make_plan(run: Run, options: PlanOptions) -> Plan:
     shape = read_shape(run.target, run.engine.dtype)
     draft = DraftConfig.resolve(run.draft, shape.info)
     layers = plan_layers(run.target.layers, shape.info.num_layers, run.target.layer_convention)
+    if run.init_from is not None:
+        read_start(run.init_from, draft, shape.info.num_layers, layers)
     check_export(draft, run.vllm_version)
     check_data(shape.info, run.prompts, run.sampling, run.engine, run.queue, run.batch, run.cache)
     lengths, assumed = read_lengths(run, options)

@@ -93,6 +93,7 @@ class Run:
     accumulate: int
     max_steps: int
     vllm_version: str | None
+    init_from: str | None
     notes: list[str] = field(default_factory=list)
 
 
@@ -141,6 +142,7 @@ def read_run(config: Any) -> Run:
         accumulate=int(trainer.accumulate_grad_batches),
         max_steps=int(trainer.max_steps),
         vllm_version=config.export.vllm_version,
+        init_from=model.init_from,
         notes=notes,
     )
 

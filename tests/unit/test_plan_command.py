@@ -241,6 +241,11 @@ def test_stored_states_leave_no_option_unread(capsys: pytest.CaptureFixture[str]
     assert main(quickstart("--data.prompts.train", str(tmp_path), "--data.sampling.max_new_tokens=512")) == 0
 
 
+def test_a_draft_to_start_from_is_looked_at(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(quickstart("--model.init_from", str(tmp_path))) == 2
+    assert f"model.init_from = '{tmp_path}': there is no config.json" in capsys.readouterr().err
+
+
 def test_ranks_of_a_cpu_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ["--plan.matrix_tflops", "0.1", "--plan.bandwidth_gb_s", "20", "--plan.host_memory_gib", "64"]
     one, two = planned(capsys, quickstart(*rates)), planned(capsys, quickstart(*rates, "--trainer.devices", "2"))

@@ -189,7 +189,10 @@ def test_validate_needs_a_checkpoint_and_the_directory(
     validate = ["validate", *fit[1:]]
     remedy = "Name a checkpoint file, or `last` for the last one of --run_dir."
     line = refusal(capsys, validate)
-    assert line == f"eagle3 validate: --ckpt_path = None: there is nothing to validate without a checkpoint. {remedy}"
+    first = "eagle3 validate: --ckpt_path = None: there is nothing to validate without a checkpoint."
+    assert line == f"{first} {remedy.removesuffix('.')}; or a draft as --model.init_from."
+    line = refusal(capsys, [*validate, "--model.init_from", str(tmp_path)])
+    assert line.startswith(f"eagle3 validate: model.init_from = '{tmp_path}': there is no config.json")
     line = refusal(capsys, [*validate, "--ckpt_path", "last"])
     assert "there is no checkpoint" in line
     assert line.endswith(remedy)
