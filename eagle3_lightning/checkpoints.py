@@ -5,12 +5,18 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from eagle3_lightning.errors import CheckpointError, ConfigError
+from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
+
+if TYPE_CHECKING:
+    from eagle3_lightning.draft.config import DraftConfig
+    from eagle3_lightning.layers import LayerPlan
+    from eagle3_lightning.target import TargetInfo
 
 REMEDY = "Give a .ckpt that eagle3 fit wrote."
 _RECORD: dict[str, type | tuple[type, ...]] = {
@@ -69,6 +75,59 @@ def record_fault(checkpoint: Mapping[str, Any]) -> str | None:
         if not isinstance(record[key], kind):
             return f"{key} in its record `eagle3` is a {type(record[key]).__name__}"
     return None
+
+
+def check_record(
+    checkpoint: Mapping[str, Any], target: "TargetInfo", draft: "DraftConfig", layers: "LayerPlan"
+) -> dict[str, Any]:
+    """Refuse the checkpoint of another target, of other layers or of another draft.
+
+    Args:
+        checkpoint: what was read.
+        target: of the run.
+        draft: likewise.
+        layers: likewise.
+
+    Returns:
+        The record that `eagle3 fit` added to it.
+
+    Raises:
+        ConfigError: see above, or a file that `eagle3 fit` did not write.
+    """
+    if fault := record_fault(checkpoint):
+        raise ConfigError("ckpt_path", "checkpoint", fault, REMEDY)
+    record: dict[str, Any] = checkpoint["eagle3"]
+    if is_earlier_form(record["target_fingerprint"]):
+        raise ConfigError(
+            "ckpt_path",
+            record["target_name"],
+            f"the checkpoint's fingerprint of the target is {EARLIER_FORM}",
+            "Go on with the version that wrote the checkpoint.",
+        )
+    if record["target_fingerprint"] != target.fingerprint:
+        raise ConfigError(
+            "ckpt_path",
+            record["target_name"],
+            f"the checkpoint belongs to another target than {target.name}",
+            "Give the target it was trained on.",
+        )
+    for option, then, now in (
+        ("model.draft", record["draft"], draft.as_dict()),
+        ("target.layers", record["aux_layers"], list(layers.aux)),
+    ):
+        if then != now:
+            raise ConfigError(
+                option,
+                _difference(now, then),
+                f"the checkpoint was trained with {_difference(then, now)}",
+                "Use the checkpoint's own settings, or start a new run.",
+            )
+    return record
+
+
+def _difference(a: Any, b: Any) -> Any:
+    """What of `a` is not so in `b`."""
+    return {k: v for k, v in a.items() if b.get(k) != v} if isinstance(a, dict) else a
 
 
 def reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from eagle3_lightning.batch import Eagle3Batch, check_batch
-from eagle3_lightning.checkpoints import REMEDY, record_fault
+from eagle3_lightning.checkpoints import check_record
 from eagle3_lightning.draft.config import DraftConfig
 from eagle3_lightning.draft.loss import HeadOutput
 from eagle3_lightning.draft.metrics import DraftMetrics, Scores, scores
@@ -22,7 +22,6 @@ from eagle3_lightning.draft.ttt import ttt_loss
 from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage, share_inside
 from eagle3_lightning.errors import ConfigError
 from eagle3_lightning.export.start import load_start, open_start
-from eagle3_lightning.fingerprint import EARLIER_FORM, is_earlier_form
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.optim import StepGuard, build_optimizer, run_clock, scale_gradients, schedule
 from eagle3_lightning.options import DraftOptions, LossOptions, OptimOptions, TargetOptions
@@ -371,34 +370,7 @@ class Eagle3Module(L.LightningModule):
         Raises:
             ConfigError: see above, or a file that this module did not write.
         """
-        if fault := record_fault(checkpoint):
-            raise ConfigError("ckpt_path", "checkpoint", fault, REMEDY)
-        record = checkpoint["eagle3"]
-        if is_earlier_form(record["target_fingerprint"]):
-            raise ConfigError(
-                "ckpt_path",
-                record["target_name"],
-                f"the checkpoint's fingerprint of the target is {EARLIER_FORM}",
-                "Go on with the version that wrote the checkpoint.",
-            )
-        if record["target_fingerprint"] != self.target_info.fingerprint:
-            raise ConfigError(
-                "ckpt_path",
-                record["target_name"],
-                f"the checkpoint belongs to another target than {self.target_info.name}",
-                "Give the target it was trained on.",
-            )
-        for option, then, now in (
-            ("model.draft", record["draft"], self.draft.config.as_dict()),
-            ("target.layers", record["aux_layers"], list(self.layers.aux)),
-        ):
-            if then != now:
-                raise ConfigError(
-                    option,
-                    _difference(now, then),
-                    f"the checkpoint was trained with {_difference(then, now)}",
-                    "Use the checkpoint's own settings, or start a new run.",
-                )
+        record = check_record(checkpoint, self.target_info, self.draft.config, self.layers)
         self.vocab_coverage = record["vocab_coverage"]
         self._calibrated = True
 
@@ -412,8 +384,3 @@ class Eagle3Module(L.LightningModule):
 def _plan(batch: Eagle3Batch) -> UnrollPlan:
     assert batch.plan is not None, "transfer_batch_to_device makes the plan"
     return batch.plan
-
-
-def _difference(a: Any, b: Any) -> Any:
-    """What of `a` is not so in `b`."""
-    return {k: v for k, v in a.items() if b.get(k) != v} if isinstance(a, dict) else a
