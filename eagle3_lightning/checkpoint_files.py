@@ -152,6 +152,8 @@ class CheckpointFiles:
     def _indexed(self, index: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a file's name is not text")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 self._option, self._given, f"its {index.name} cannot be read ({error})", self._remedy

@@ -78,7 +78,11 @@ def record_fault(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def check_record(
-    checkpoint: Mapping[str, Any], target: "TargetInfo", draft: "DraftConfig", layers: "LayerPlan"
+    checkpoint: Mapping[str, Any],
+    target: "TargetInfo",
+    draft: "DraftConfig",
+    layers: "LayerPlan",
+    init_from: str | None = None,
 ) -> dict[str, Any]:
     """Refuse the checkpoint of another target, of other layers or of another draft.
 
@@ -87,6 +91,7 @@ def check_record(
         target: of the run.
         draft: likewise.
         layers: likewise.
+        init_from: what training shall start from; nothing but what the checkpoint's did.
 
     Returns:
         The record that `eagle3 fit` added to it.
@@ -122,6 +127,10 @@ def check_record(
                 f"the checkpoint was trained with {_difference(then, now)}",
                 "Use the checkpoint's own settings, or start a new run.",
             )
+    began = record.get("init_from")
+    if init_from is not None and (began is None or Path(init_from).absolute() != Path(began).absolute()):
+        problem = f"the checkpoint's training started from {began or 'random weights'}, and has weights of its own"
+        raise ConfigError("model.init_from", init_from, problem, "Leave it out, or start a new run.")
     return record
 
 

@@ -21,6 +21,7 @@ from eagle3_lightning.draft.plan import UnrollPlan, plan_unroll
 from eagle3_lightning.draft.ttt import ttt_loss
 from eagle3_lightning.draft.vocab import Calibration, choose_draft_vocab, coverage, share_inside
 from eagle3_lightning.errors import ConfigError
+from eagle3_lightning.export.read import ExportedDraft
 from eagle3_lightning.export.start import load_start, open_start
 from eagle3_lightning.layers import plan_layers
 from eagle3_lightning.optim import StepGuard, build_optimizer, run_clock, scale_gradients, schedule
@@ -41,7 +42,9 @@ class Eagle3Module(L.LightningModule):
         layers: which of its layers are read.
         draft: the draft.
         vocab_coverage: share of supervised text inside the draft vocabulary, measured on samples left out of its
-            choice; NaN before calibration and where they were too few.
+            choice; NaN before calibration and where they were too few. Of a vocabulary that came with `init_from`, its
+            share of all the first samples.
+        init_from: the draft that training started from; a checkpoint remembers it.
     """
 
     totals: Tensor
@@ -62,10 +65,11 @@ class Eagle3Module(L.LightningModule):
             loss: test-time training.
             optim: optimizer and schedule.
             init_from: directory of a draft, in the speculators format, to start from with its weights and its
-                vocabulary; None (the default) starts from random weights. A checkpoint that is given has its own.
+                vocabulary; None (the default) starts from random weights. A checkpoint has weights of its own, and the
+                draft is not looked for.
 
         Raises:
-            ConfigError: a target that cannot be read, options that do not fit it, or a draft that does not fit them.
+            ConfigError: a target that cannot be read, or options that do not fit it.
         """
         super().__init__()
         self.save_hyperparameters(  # plain dicts, so that a checkpoint loads with weights_only
@@ -77,7 +81,7 @@ class Eagle3Module(L.LightningModule):
         config = DraftConfig.resolve(draft, self.target_info)
         frozen_dtype = getattr(torch, self.target_info.dtype)
         self.init_from = init_from
-        self._start = None if init_from is None else open_start(init_from, config, self.target_info, self.layers)
+        self._start: ExportedDraft | None = None
         self.draft = Eagle3Draft(config, frozen_dtype)
         self._host_head: Tensor | None = None  # the target's whole lm_head, where it is not the embedding
         self.teacher_head = (
@@ -291,6 +295,15 @@ class Eagle3Module(L.LightningModule):
             )
         self.load_target()
 
+    def check_start(self) -> None:
+        """Refuse a draft that training cannot start from; the command asks before vLLM starts, and the fit once more.
+
+        Raises:
+            ConfigError: no such draft, or one that is not of this target, these layers or these options.
+        """
+        if self.init_from is not None and self._start is None:
+            self._start = open_start(self.init_from, self.draft.config, self.target_info, self.layers)
+
     def load_target(self) -> None:
         """Fill the frozen matrices that no checkpoint holds, once."""
         if self._target_loaded:
@@ -317,6 +330,7 @@ class Eagle3Module(L.LightningModule):
         config = self.draft.config
         if config.feature_scale:
             self.draft.set_feature_rms(calibration.feature_rms)
+        self.check_start()
         if self._start is not None:
             load_start(self.draft, self._start, self.target_info)
             self.vocab_coverage = share_inside(calibration, self.draft.draft_token_ids.cpu())
@@ -339,7 +353,10 @@ class Eagle3Module(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Without a checkpoint and without a fit, what is validated is the draft that training would start from."""
-        if not self._calibrated and self._start is not None:
+        if self._calibrated:
+            return
+        self.check_start()
+        if self._start is not None:
             load_start(self.draft, self._start, self.target_info)
             self._calibrated = True
             self._fill_teacher_head()
@@ -362,6 +379,7 @@ class Eagle3Module(L.LightningModule):
             "aux_layers": list(self.layers.aux),
             "last_layer": self.layers.last,
             "vocab_coverage": self.vocab_coverage,
+            "init_from": self.init_from,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -370,8 +388,8 @@ class Eagle3Module(L.LightningModule):
         Raises:
             ConfigError: see above, or a file that this module did not write.
         """
-        record = check_record(checkpoint, self.target_info, self.draft.config, self.layers)
-        self.vocab_coverage = record["vocab_coverage"]
+        record = check_record(checkpoint, self.target_info, self.draft.config, self.layers, self.init_from)
+        self.vocab_coverage, self.init_from = record["vocab_coverage"], record.get("init_from")
         self._calibrated = True
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

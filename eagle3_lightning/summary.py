@@ -62,7 +62,7 @@ def serves_other_prompts(summary: dict[str, Any]) -> bool:
     simulated, served = summary.get("simulated_on"), summary.get("served_acceptance_by_prompts")
     if not isinstance(simulated, list) or not isinstance(served, dict):
         return False
-    return {Path(file).resolve() for file in served} != {Path(str(file)) for file in simulated}
+    return set(served) != set(simulated)
 
 
 def served_figures(report: "BenchReport") -> dict[str, object]:
@@ -76,7 +76,7 @@ def served_figures(report: "BenchReport") -> dict[str, object]:
     return {
         "served_acceptance_length": length,
         "served_acceptance_length_ci95": first.acceptance_length_ci95 if len(alike) == 1 else None,
-        "served_acceptance_by_prompts": {f.prompts: f.acceptance_length for f in alike},
+        "served_acceptance_by_prompts": {str(Path(f.prompts).resolve()): f.acceptance_length for f in alike},
         "acceptance_per_position": per_position,
         "num_speculative_tokens": first.num_speculative_tokens,
         "concurrency": first.concurrency,

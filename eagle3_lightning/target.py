@@ -147,7 +147,7 @@ def _describe(path: Path, options: TargetOptions) -> TargetInfo:
         head_dim=int(config.get("head_dim") or config.get("v_head_dim") or hidden_size // num_heads),
         vocab_size=_size(config, "vocab_size", options.path),
         rms_norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_epsilon") or 1e-6),
-        rope=_rope_parameters(config),
+        rope=rope_parameters(config),
         max_position_embeddings=_size(config, "max_position_embeddings", options.path),
         hidden_act=str(config.get("hidden_act") or config.get("hidden_activation") or "silu"),
         dtype=_stated_dtype(config, outer),
@@ -278,7 +278,7 @@ def _size(config: dict[str, Any], key: str, given: str) -> int:
     return value
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Transformers 5's `rope_parameters`, or the same from the older `rope_theta` and `rope_scaling`."""
     new = config.get("rope_parameters")
     if isinstance(new, dict) and new:

@@ -259,6 +259,8 @@ class Eagle3CLI(LightningCLI):
                 raise ConfigError("--ckpt_path", str(ckpt_path), problem, remedy) from error
             if self.subcommand == "fit":
                 check_unfinished(saved, ckpt_path, self.trainer)
+        else:
+            self.model.check_start()
         self.datamodule.check()  # before the loggers begin
         for logger in wandb_loggers(self.trainer):
             begin_wandb(logger)

@@ -128,12 +128,16 @@ bench() {
 }
 
 simulate() {
-    local side=$1 file jobs=() draft
+    local side=${1:-} file jobs=() draft
+    case $side in
+        ours) draft=(--ckpt_path "$out/checkpoints/last.ckpt") ;;
+        peer) # its default shape: the target's own width, and the state that it feeds back is normed
+            draft=(--model.init_from "$out/peer/interrupted" --model.draft.intermediate_size null
+                --model.draft.norm_output true) ;;
+        *) echo "simulate: '$side' is neither ours nor peer" >&2 && exit 2 ;;
+    esac
     shift
-    draft=(--ckpt_path "$out/checkpoints/last.ckpt")
-    if [ "$side" = peer ]; then # its default shape: the target's own width, and the state that it feeds back is normed
-        draft=(--model.init_from "$out/peer/interrupted" --model.draft.intermediate_size null --model.draft.norm_output true)
-    fi
+    [ $# -gt 0 ] || { echo "simulate $side: name files of prompts" >&2 && exit 2; }
     # At once: each has a small engine of its own. The KV cache's size is given, since vLLM's own measurement of what it may
     # take fails where another process frees memory meanwhile.
     local engine='--data.engine.gpu_memory_utilization 0.1 --data.engine.extra {"kv_cache_memory_bytes":4000000000}'
@@ -159,6 +163,7 @@ table() {
     "$python" - "$out" <<'PYTHON'
 import csv
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -175,11 +180,13 @@ most = {side: max(concurrency for of, _, concurrency in figures if of == side) f
 
 
 def simulated(side, name):
-    files = list((out / "simulated" / side / name).glob("validation/logs/version_*/metrics.csv"))
-    if not files:
-        return float("nan")
-    (file,) = files
-    return next(float(row["val/tau"]) for row in csv.DictReader(file.open()) if row.get("val/tau"))
+    files = sorted((out / "simulated" / side / name).glob("validation/logs/version_*/metrics.csv"), key=lambda f: f.stat().st_mtime)
+    found = [float(row["val/tau"]) for file in files[-1:] for row in csv.DictReader(file.open()) if row.get("val/tau")]
+    return found[-1] if found else float("nan")
+
+
+def shown(value):
+    return "not run" if math.isnan(value) else f"{value:.3f}"
 
 
 print("| prompts | ours, served | 95 % | simulated | served / simulated | speculators, served | simulated | ours / speculators, served "
@@ -188,14 +195,16 @@ print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
 rows = {}
 for name in sets:
     ours, tau, peer_tau = figures["ours", name, most["ours"]], simulated("ours", name), simulated("peer", name)
-    other = figures["peer", name, most["peer"]]["acceptance_length"] if "peer" in sides else float("nan")
+    peer = figures.get(("peer", name, most["peer"])) if "peer" in sides else None
+    other = float("nan") if peer is None else peer["acceptance_length"]
     served, (low, high) = ours["acceptance_length"], ours["acceptance_length_ci95"]
     positions = " ".join(f"{share:.2f}" for share in ours["acceptance_per_position"])
     rows[name] = (served, tau, other, peer_tau, f"{low:.2f} to {high:.2f}", positions)
 rows["mean"] = (*(sum(column) / len(column) for column in list(zip(*rows.values()))[:4]), "", "")
 for name, (served, tau, other, peer_tau, interval, positions) in rows.items():
-    print(f"| {name} | {served:.3f} | {interval} | {tau:.3f} | {served / tau:.3f} | {other:.3f} | {peer_tau:.3f} "
-          f"| {served / other:.3f} | {tau / peer_tau:.3f} | {positions} |".replace("nan", "not run"))
+    ratios = [shown(ratio) for ratio in (served / tau, served / other, tau / peer_tau)]
+    print(f"| {name} | {shown(served)} | {interval} | {shown(tau)} | {ratios[0]} | {shown(other)} | {shown(peer_tau)} "
+          f"| {ratios[1]} | {ratios[2]} | {positions} |")
 print("\n| prompts | requests at once | tokens/s with the draft | without | speed-up | identical outputs | real differences |")
 print("| --- | --- | --- | --- | --- | --- | --- |")
 for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (item[0][2], item[0][1])):

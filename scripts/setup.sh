@@ -23,7 +23,12 @@ step() { echo "set-up, $SECONDS s: $*"; }
 needed_mib=6144
 [ -x .venv/bin/python ] && needed_mib=2048 # most of it may be there
 for directory in . "${TMPDIR:-/tmp}"; do
-    free_mib=$(df -Pm "$directory" | awk 'NR == 2 { print $4 }')
+    if [ ! -d "$directory" ]; then
+        echo "error: TMPDIR=$directory is no directory. Name one, or unset it." >&2
+        exit 1
+    fi
+    free_mib=$(df -m --output=avail "$directory" | tail -n 1 | tr -d ' ')
+    case $free_mib in *[!0-9]* | '') continue ;; esac # a file system that does not tell
     if [ "$free_mib" -lt "$needed_mib" ]; then
         echo "error: $free_mib MiB are free in $(realpath "$directory") and set-up needs $needed_mib: .venv and pip's temporary files." >&2
         echo "Free some, or set TMPDIR to a directory with more room if it is that one." >&2

@@ -72,6 +72,7 @@ PY
 
 rows=()
 for version in "$@"; do
+    case $version in @* | *@) echo "vllm_matrix.sh: '$version' is neither VERSION nor NEW@OLD" >&2; exit 2 ;; esac
     environment=$matrix/$version
     [ -f "$environment/ready" ] || { echo "building $environment"; build "$version" "$environment"; }
     [ -z "${BUILD_ONLY:-}" ] || continue

@@ -98,7 +98,7 @@ class ExportCallback(Callback):
             )
             file, figures = self.directory(trainer) / SUMMARY_FILE, self._figures(trainer, pl_module, export)
             if file.is_file() and self._knows_more(read_summary(file), trainer.global_step):
-                del figures["simulated_tau"], figures["simulated_step"]
+                del figures["simulated_tau"], figures["simulated_step"], figures["simulated_on"]
             summary = update_summary(file, figures)
             self._record(trainer, pl_module, export, summary)
 

@@ -32,7 +32,11 @@ def main(argv: Sequence[str]) -> int:
         target_name=portable_name(module.target_info) if name is None else name,
         num_speculative_tokens=module.loss.ttt_steps if tokens is None else tokens,
         vllm_version=arguments.vllm_version,
-        origin={"checkpoint": str(arguments.ckpt.resolve()), "step": saved.get("global_step")},
+        origin={
+            "checkpoint": str(arguments.ckpt.resolve()),
+            "step": saved.get("global_step"),
+            "init_from": module.init_from,
+        },
     )
     print(
         f"exported to {export.path}: logits within {export.check.relative_error:.2%} of the checkpoint's, "

@@ -34,7 +34,7 @@ def check_weights(draft: ExportedDraft, option: str) -> None:
         return  # the names and shapes are those of its kind
     try:
         needed, optional = _shapes(draft.config)
-    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+    except (LookupError, TypeError, ValueError, ArithmeticError):
         return  # of another tool, which leaves sizes to the defaults of vLLM
     if fault := _fault(found, needed, optional):
         raise ConfigError(option, str(draft.path), fault, AGAIN)

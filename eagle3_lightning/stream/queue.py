@@ -272,7 +272,7 @@ class SampleQueue:
                 "the arena has no room for it: its blocks belong to samples that another rank has not trained on. See "
                 "why that one does not go on"
             )
-        if state.is_fed_here and state.unanswered == 0:
+        if state.is_fed_here and state.count is None and state.unanswered == 0:
             return "the source of its prompts gave none"
         assert self._ready is not None
         return (

@@ -21,7 +21,7 @@ PLAN = LayerPlan((1, 3, 5), 7)
 def test_two_tensor_parallel_workers(name, runner, tmp_path, monkeypatch):
     choose_runner(monkeypatch, runner)
     info, before = read_target(make_toy(name, tmp_path / "target")), set(os.listdir("/dev/shm"))
-    check_states(info, PLAN, tmp_path, tensor_parallel_size=2, cpu_threads=1)
+    assert check_states(info, PLAN, tmp_path, tensor_parallel_size=2, cpu_threads=1) == f"aux/{runner}"
     assert [left for left in new_shared_memory(before) if "-cpushm_" in left] == []
     log = (tmp_path / "vllm.log").read_text()
     assert "world_size=2 rank=1" in log

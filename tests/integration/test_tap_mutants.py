@@ -63,6 +63,7 @@ def test_the_self_check_stops_the_run(mutant, name, runner, tmp_path, monkeypatc
         pass
     first = str(stopped.value).splitlines()[0]
     assert "self-check" in first and SELF_CHECK[name] in first
+    assert ("Using V2 Model Runner" in (tmp_path / "vllm.log").read_text()) == (runner == "v2")
     print(f"| {name} | {first[first.index('self-check') :]} |")
 
 

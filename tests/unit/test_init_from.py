@@ -45,7 +45,9 @@ def export(target: TargetInfo, out: Path, **options: object) -> tuple[Eagle3Draf
 def make_module(target: TargetInfo, init_from: Path, **options: object) -> Eagle3Module:
     draft = DraftOptions(**(OPTIONS | options))  # type: ignore[arg-type]
     loss, optim = LossOptions(), OptimOptions(lr=1e-4, warmup_steps=0, schedule="constant")
-    return Eagle3Module(TargetOptions(str(target.path)), draft, loss, optim, str(init_from))
+    module = Eagle3Module(TargetOptions(str(target.path)), draft, loss, optim, str(init_from))
+    module.check_start()  # as the command does before vLLM starts
+    return module
 
 
 def calibration(target: TargetInfo):
@@ -99,11 +101,14 @@ def test_a_draft_with_another_tools_names_is_taken(target: TargetInfo, tmp_path:
 
 
 def change(out: Path, **changes: object) -> None:
-    """Values of config.json; those of its transformer_layer_config by name, None removes."""
+    """Values of config.json; those of its transformer_layer_config by name, `...` removes."""
     config = json.loads((out / "config.json").read_text())
     for name, value in changes.items():
         where = config["transformer_layer_config"] if name in config["transformer_layer_config"] else config
-        where[name] = value
+        if value is ...:
+            del where[name]
+        else:
+            where[name] = value
     (out / "config.json").write_text(json.dumps(config))
 
 
@@ -125,21 +130,121 @@ def test_a_draft_of_another_shape_is_refused_with_the_options_that_fit_it(target
     ("changes", "message"),
     [
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, r"layers \[1, 3, 5\].*--target\.layers '\[1, 3, 5\]'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rotary parameters"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ({"eagle_aux_hidden_state_layer_ids": [1]}, r"layers \[0\].*Start from another draft"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, None, 5]}, "cannot be used"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "its rope is"),
+        ({"rope_parameters": ..., "rope_theta": 1e4}, "its rope is"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "its rope is .*linear"),
+        ({"partial_rotary_factor": 0.5}, None),  # beside the sizes of the layer it says nothing
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ({"rms_norm_eps": None}, "cannot be used"),
+        ({"rms_norm_eps": 10**400}, "cannot be used"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"vocab_size": 300}, "target with vocab_size 300"),
-        ({"num_attention_heads": "many"}, "config.json does not tell its sizes"),
+        ({"num_attention_heads": "many"}, "cannot be used"),
+        ({"intermediate_size": float("inf")}, "cannot be used"),
+        ({"norm_output": "false"}, "norm_output = 'false' is neither true nor false"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "not one kind of attention for all 1 layers"),
+        ({"layer_types": "sliding_attention"}, "not one kind"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window = 0"),
+        ({"model_type": "gpt2"}, r"arch gpt2 \(here llama\).*Start from another draft"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    ids=str,
 )
 def test_a_draft_that_does_not_fit_is_refused(
-    target: TargetInfo, tmp_path: Path, changes: dict[str, object], message: str
+    target: TargetInfo, tmp_path: Path, changes: dict[str, object], message: str | None
 ) -> None:
     _, out = export(target, tmp_path / "draft")
     change(out, **changes)
+    if message is None:
+        make_module(target, out)
+        return
     with pytest.raises(ConfigError, match=r"model\.init_from = .*" + message):
         make_module(target, out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_heads": 2, "num_kv_heads": 1},
+        {"num_kv_heads": 1},
+        {"head_dim": 8},
+        {"intermediate_size": 48},
+        {"norm_output": True},
+        {"norm_before_residual": False},
+        {"fc_norm": True},
+        {"arch": "qwen3"},
+    ],
+    ids=str,
+)
+def test_each_option_of_the_shape_is_compared(target: TargetInfo, tmp_path: Path, options: dict[str, object]) -> None:
+    _, out = export(target, tmp_path / "draft", **options)
+    with pytest.raises(ConfigError) as refused:
+        make_module(target, out)
+    assert all(
+        f"--model.draft.{name} " in str(refused.value) for name in options if name != "num_heads" or options[name] == 2
+    )
+    make_module(target, out, **options)
+
+
+def test_what_a_config_leaves_out_is_vllms_default(target: TargetInfo, tmp_path: Path) -> None:
+    _, out = export(target, tmp_path / "draft")
+    change(out, norm_before_residual=..., norm_output=..., eagle_aux_hidden_state_layer_ids=..., layer_types=...)
+    make_module(target, out)
+
+
+def damage(out: Path, **tensors: object) -> None:
+    """Replace tensors, `...` removes; dots are written as two underscores."""
+    kept = load_file(out / "model.safetensors")
+    for name, tensor in tensors.items():
+        kept.pop(name.replace("__", "."), None)
+        if tensor is not ...:
+            kept[name.replace("__", ".")] = tensor
+    save_file(kept, out / "model.safetensors")
+
+
+def test_weights_that_would_be_left_out_or_break_the_run_are_refused(target: TargetInfo, tmp_path: Path) -> None:
+    _, out = export(target, tmp_path / "draft", train_head=True)
+    whole = load_file(out / "model.safetensors")
+    d2t, fc = whole["d2t"], whole["fc.weight"]
+    late = d2t.clone()
+    late[-1] = 1000
+    cases = [
+        ({"layers__0__self_attn__q_proj__bias": torch.ones(64)}, "there is no place"),
+        ({"layers__0__mlp__up_proj__bias": torch.ones(64)}, "there is no place"),
+        ({"fc__weight": fc * float("nan")}, "not finite"),
+        ({"d2t": torch.zeros_like(d2t) - torch.arange(len(d2t))}, "ascending order"),
+        ({"d2t": d2t - 1000}, "ascending order"),
+        ({"d2t": late}, "ascending order"),
+        ({"midlayer__hidden_norm__weight": whole["norm.weight"]}, "two names"),
+    ]
+    for tensors, message in cases:
+        save_file(whole, out / "model.safetensors")
+        damage(out, **tensors)
+        with pytest.raises(ConfigError, match=message):
+            make_module(target, out, train_head=True)
+    save_file(whole, out / "model.safetensors")
+    save_file({"fc.weight": torch.zeros_like(fc)}, out / "zz.safetensors")
+    with pytest.raises(ConfigError, match="several safetensors"):
+        make_module(target, out, train_head=True)
+    (out / "zz.safetensors").unlink()
+    with (out / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_module(target, out, train_head=True)
+
+
+def test_a_full_vocabulary_takes_no_mapping(target: TargetInfo, tmp_path: Path) -> None:
+    _, out = export(target, tmp_path / "draft", draft_vocab_size=None)
+    damage(out, d2t=torch.zeros(target.vocab_size, dtype=torch.int64))
+    make_module(target, out, draft_vocab_size=None)
+    moved = torch.zeros(target.vocab_size, dtype=torch.int64)
+    moved[0], moved[1] = 1, -1
+    damage(out, d2t=moved)
+    with pytest.raises(ConfigError, match="ascending order"):
+        make_module(target, out, draft_vocab_size=None)
 
 
 def test_trained_parts_that_stay_frozen_here_are_refused(target: TargetInfo, tmp_path: Path) -> None:
@@ -188,17 +293,29 @@ def test_a_fit_goes_on_where_the_draft_ended(target: TargetInfo, tmp_path: Path)
     assert began < 1.1 * ended + 0.01
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     out.rename(tmp_path / "elsewhere")
-    load_module(tmp_path / "one.ckpt")  # it has its weights, and asks for no other draft
+    # It has weights of its own, and remembers where they began.
+    assert load_module(tmp_path / "one.ckpt").init_from == str(out)
+    for given in (str(out), None):
+        again = Eagle3Module(module.target_options, DraftOptions(**OPTIONS), module.loss, module.optim_options, given)
+        trainer = make_trainer(tmp_path, max_steps=2, max_epochs=9)
+        trainer.fit(again, datamodule=data, ckpt_path=tmp_path / "one.ckpt")
+        assert (trainer.global_step, again.init_from) == (2, str(out))
+    other = Eagle3Module(module.target_options, DraftOptions(**OPTIONS), module.loss, module.optim_options, "another")
+    with pytest.raises(ConfigError, match=r"model\.init_from = 'another': the checkpoint's training started from"):
+        make_trainer(tmp_path, max_steps=2).fit(other, datamodule=data, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_without_a_fit_the_draft_itself_is_validated(target: TargetInfo, tmp_path: Path) -> None:
-    draft, out = export(target, tmp_path / "draft", feature_scale=False)
-    module = make_module(target, out)  # with a feature scale of ones, since nothing is measured
+    options = {"feature_scale": False, "train_head": True}
+    draft, out = export(target, tmp_path / "draft", **options)
+    module = make_module(target, out, train_head=True)  # with a feature scale of ones, since nothing is measured
     data = Samples(module, [DOCUMENTS])
     trainer = make_trainer(tmp_path, limit_val_batches=1.0)
     trainer.validate(module, datamodule=data)
     assert torch.equal(module.draft.draft_token_ids, draft.draft_token_ids)
     check_logits(module.draft, out)
+    assert module.teacher_head is not None
+    assert torch.equal(module.teacher_head.weight, module.target_head[module.draft.draft_token_ids])
     assert float(trainer.logged_metrics["val/tau"]) >= 1.0
 
 
