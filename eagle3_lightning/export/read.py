@@ -99,8 +99,19 @@ def _fingerprint(path: Path, option: str) -> str | None:
     return fingerprint
 
 
-def check_target(draft: ExportedDraft, target: "TargetInfo", option: str) -> None:
+def check_target(
+    draft: ExportedDraft,
+    target: "TargetInfo",
+    option: str,
+    remedy: str = "Give the draft's own target with --target.",
+) -> None:
     """Refuse a draft that was trained for another target: it would load, and nearly nothing would be accepted.
+
+    Args:
+        draft: as it was read.
+        target: the one that it shall work with.
+        option: the option that named the draft, for messages.
+        remedy: against another target.
 
     Raises:
         ConfigError: sizes differ, or the target's fingerprint does.
@@ -115,7 +126,7 @@ def check_target(draft: ExportedDraft, target: "TargetInfo", option: str) -> Non
                 option,
                 str(draft.path),
                 f"it was made for a target with {key} {theirs}, and {target.name} has {own}",
-                "Give the draft's own target with --target.",
+                remedy,
             )
     if is_earlier_form(draft.fingerprint):
         raise ConfigError(
@@ -130,7 +141,7 @@ def check_target(draft: ExportedDraft, target: "TargetInfo", option: str) -> Non
             str(draft.path),
             f"it was trained for another checkpoint than {target.name} "
             f"(fingerprint {draft.fingerprint[:12]}, this one is {target.fingerprint[:12]})",
-            "Give the draft's own target with --target.",
+            remedy,
         )
 
 

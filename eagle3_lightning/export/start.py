@@ -69,13 +69,8 @@ def open_start(path: str, config: DraftConfig, target: TargetInfo, layers: Layer
         ConfigError: see `read_start`; a draft of another target, weights that are not finite or not in a draft of this
             project, a vocabulary that is none, or frozen parts that were trained.
     """
-    try:
-        check_target(read_export(_directory(path), OPTION), target, OPTION)
-    except ConfigError as error:
-        if "was made for" not in error.problem and "was trained for" not in error.problem:
-            raise
-        remedy = "Name a draft of target.path, or its own target there."
-        raise ConfigError(OPTION, path, error.problem, remedy) from error
+    remedy = "Name a draft of target.path, or its own target there."
+    check_target(read_export(_directory(path), OPTION), target, OPTION, remedy)
     found = read_start(path, config, target.num_layers, layers)
     tensors = _tensors(found, path)
     _check_tensors(path, tensors, config)
