@@ -36,23 +36,7 @@ def read_start(path: str, config: DraftConfig, num_layers: int, layers: LayerPla
         ConfigError: no such draft, a damaged or a quantized one, or one of another shape or other layers.
     """
     found = read_export(_directory(path), OPTION)
-    if found.config.get("quantization_config") or found.config["transformer_layer_config"].get("quantization_config"):
-        raise ConfigError(OPTION, path, "its weights are quantized", "Start from a draft that is not.")
-    if len(list(found.path.glob("*.safetensors"))) > 1 and not (found.path / f"{WEIGHTS_FILE}.index.json").is_file():
-        problem = "it holds several safetensors and no index that says which are the draft's"
-        raise ConfigError(OPTION, path, problem, AGAIN)
-    try:
-        check_weights(found, OPTION)
-        theirs, constants = _draft_options(found.config), _constants(found.config)
-        ids = found.config.get("eagle_aux_hidden_state_layer_ids") or to_vllm(default_aux_layers(num_layers))
-        aux = from_vllm([int(i) for i in ids])
-    except ConfigError:
-        raise
-    except _ODD as error:
-        raise ConfigError(OPTION, path, f"its config.json cannot be used ({error})", ANOTHER) from error
-    _check_shape(path, theirs, config)
-    _check_constants(path, constants, config)
-    _check_layers(path, aux, num_layers, layers)
+    _check_config(found, path, config, num_layers, layers)
     return found
 
 
@@ -69,9 +53,9 @@ def open_start(path: str, config: DraftConfig, target: TargetInfo, layers: Layer
         ConfigError: see `read_start`; a draft of another target, weights that are not finite or not in a draft of this
             project, a vocabulary that is none, or frozen parts that were trained.
     """
-    remedy = "Name a draft of target.path, or its own target there."
-    check_target(read_export(_directory(path), OPTION), target, OPTION, remedy)
-    found = read_start(path, config, target.num_layers, layers)
+    found = read_export(_directory(path), OPTION)
+    check_target(found, target, OPTION, "Name a draft of target.path, or its own target there.")
+    _check_config(found, path, config, target.num_layers, layers)
     tensors = _tensors(found, path)
     _check_tensors(path, tensors, config)
     _check_frozen(path, tensors, config, target)
@@ -98,6 +82,26 @@ def load_start(draft: Eagle3Draft, found: ExportedDraft, target: TargetInfo) -> 
         for name, parameter in draft.named_parameters():
             parameter.copy_(tensors[name])
         draft.fc.weight.div_(draft.feature_scale.flatten())
+
+
+def _check_config(found: ExportedDraft, path: str, config: DraftConfig, num_layers: int, layers: LayerPlan) -> None:
+    if found.config.get("quantization_config") or found.config["transformer_layer_config"].get("quantization_config"):
+        raise ConfigError(OPTION, path, "its weights are quantized", "Start from a draft that is not.")
+    if len(list(found.path.glob("*.safetensors"))) > 1 and not (found.path / f"{WEIGHTS_FILE}.index.json").is_file():
+        problem = "it holds several safetensors and no index that says which are the draft's"
+        raise ConfigError(OPTION, path, problem, AGAIN)
+    try:
+        check_weights(found, OPTION)
+        theirs, constants = _draft_options(found.config), _constants(found.config)
+        ids = found.config.get("eagle_aux_hidden_state_layer_ids") or to_vllm(default_aux_layers(num_layers))
+        aux = from_vllm([int(i) for i in ids])
+    except ConfigError:
+        raise
+    except _ODD as error:
+        raise ConfigError(OPTION, path, f"its config.json cannot be used ({error})", ANOTHER) from error
+    _check_shape(path, theirs, config)
+    _check_constants(path, constants, config)
+    _check_layers(path, aux, num_layers, layers)
 
 
 def _directory(path: str) -> Path:

@@ -380,7 +380,10 @@ class _DeviceCopier:
             except Empty:
                 stage = None
             try:
-                stage.write() if stage is not None else self._close_old()
+                if stage is None:
+                    self._close_old()
+                else:
+                    stage.write()
             except BaseException as error:  # raised by the next copy, in the worker's main thread
                 self._error = error
             if stage is not None:

@@ -164,7 +164,7 @@ class SampleQueue:
                 if item is not None or (state.count is not None and state.next_index == state.count):
                     break
                 self._check_deadline(stream, started_s)
-                self._give_way(stream, state, started_s)
+                self._give_way(stream, started_s)
                 self._changed.wait(_WAKE_S if self._starved is None else GIVE_WAY_AFTER_S)
             self._counted.wait_s += time.monotonic() - started_s
             if item is None:
@@ -267,7 +267,7 @@ class SampleQueue:
     def _whom(self, stream: Stream) -> str:
         """Who is waited for, in words."""
         state = self._streams[stream]
-        if self._lacks_room(stream, state):  # what this rank held it has given back
+        if self._lacks_room(stream):  # what this rank held it has given back
             return (
                 "the arena has no room for it: its blocks belong to samples that another rank has not trained on. See "
                 "why that one does not go on"
@@ -280,23 +280,21 @@ class SampleQueue:
             f"{self._producer.free_blocks} arena blocks free"
         )
 
-    def _give_way(self, stream: Stream, state: _StreamState, started_s: float) -> None:
+    def _give_way(self, stream: Stream, started_s: float) -> None:
         # What this rank holds may be all that is missing. With some patience: blocks just released are coming.
-        if time.monotonic() - max(started_s, self._starved_since_s) < GIVE_WAY_AFTER_S:
-            return
-        if not self._lacks_room(stream, state):
+        if time.monotonic() - max(started_s, self._starved_since_s) < GIVE_WAY_AFTER_S or not self._lacks_room(stream):
             return
         for sample in list(self._out.values()):
             if sample.holds_blocks:
                 sample.spill()
                 self._counted.spilled += 1
 
-    def _lacks_room(self, stream: Stream, state: _StreamState) -> bool:
+    def _lacks_room(self, stream: Stream) -> bool:
         """Whether the sample that is waited for has no blocks yet, and none are free."""
-        starved = self._starved
-        if starved is None or state.next_index is None:
+        starved, next_index = self._starved, self._streams[stream].next_index
+        if starved is None or next_index is None:
             return False
-        return starved.stream != stream or starved.index <= state.next_index
+        return starved.stream != stream or starved.index <= next_index
 
     def _count(self, item: FinishedSample | Dropped | Stored) -> None:
         if isinstance(item, Stored):

@@ -1,7 +1,6 @@
 """`model.init_from`: a start computes what was exported, and what cannot be started from is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -319,10 +318,9 @@ def test_without_a_fit_the_draft_itself_is_validated(target: TargetInfo, tmp_pat
     assert float(trainer.logged_metrics["val/tau"]) >= 1.0
 
 
-def test_what_was_loaded_is_the_drafts_own_in_another_dtype(target: TargetInfo, tmp_path: Path) -> None:
+def test_what_is_trained_is_float32_whatever_was_stored(target: TargetInfo, tmp_path: Path) -> None:
     draft, out = export(target, tmp_path / "draft")
     found = open_start(str(out), draft.config, target, LAYERS)
     other = Eagle3Draft(draft.config, torch.bfloat16)
     load_start(other, found, target)
     assert {p.dtype for p in other.parameters() if p.requires_grad} == {torch.float32}
-    assert replace(found, path=out) == found
