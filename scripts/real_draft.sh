@@ -101,8 +101,8 @@ peer_failed() {
 }
 
 # Its defaults but for what must agree: auxiliary layers (vLLM's numbers), draft vocabulary, tokens that are drafted. And
-# full attention: no sample is as long as its window, and with it vLLM 0.25.1 on CUDA accepted no token of its draft. On
-# SIGTERM it saves and ends; its loaders' workers must not get the signal (--foreground): their death would end the saving.
+# full attention: no sample is as long as its window. On SIGTERM it saves and ends; its loaders' workers must not get the
+# signal (--foreground): their death would end the saving.
 train_peer() {
     local seconds=$1 where=$2
     shift 2
@@ -211,6 +211,19 @@ for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (it
     if side == "ours":
         print(f"| {name} | {concurrency} | {f['tokens_per_s']:,.0f} | {f['plain_tokens_per_s']:,.0f} | {f['speedup']:.2f} "
               f"| {f['identical']} of {f['num_prompts']} | {f['real_differences']} |")
+logs = sorted(out.glob("logs/version_*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+logged = list(csv.DictReader(logs[-1].open())) if logs else []
+validations = [row for row in logged if row.get("val/tau")]
+if validations:
+    print("\n| steps | slots seen | held-out tau | of the training | held-out accuracy at 1 to 5, given all before it |")
+    print("| --- | --- | --- | --- | --- |")
+# Some ten of them, the last among them.
+for row in validations[:: -max(len(validations) // 10, 1)][::-1]:
+    step = int(row["step"])
+    trained = [r for r in logged if r.get("train/tau") and int(r["step"]) <= step][-1:]
+    seen, tau = (f"{float(trained[0]['train/tokens']):,.0f}", f"{float(trained[0]['train/tau']):.3f}") if trained else ("", "")
+    accuracy = " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
+    print(f"| {step + 1:,} | {seen} | {float(row['val/tau']):.3f} | {tau} | {accuracy} |")
 shapes = sorted((out / "shapes").glob("*/logs/version_*/metrics.csv"))
 if shapes:
     print("\n| shape, on the same samples | steps | held-out tau | accuracy at 1 to 5, given all before it |")

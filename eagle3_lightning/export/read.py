@@ -1,5 +1,6 @@
 """An exported draft as it lies on disk: what its config.json says, and whether it belongs to a target."""
 
+import hashlib
 import json
 import shlex
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PROVENANCE_FILE = "eagle3_lightning.json"
+_DIGEST_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,32 @@ def check_target(
         )
 
 
-def serve_command(out: Path, target_name: str, num_speculative_tokens: int) -> str:
+def speculative_arguments(draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's engine arguments for a draft.
+
+    vLLM keeps compiled code for later starts. Up to 0.25.1 at least, before its pull request 47911, the key left the
+    draft out: of two drafts for one target the later one ran the code of the earlier, and few of its tokens were
+    accepted. `additional_config` is in the key of every version, so it names what the code depends on: the draft's
+    config.json.
+
+    Args:
+        draft: an exported draft's directory.
+        num_speculative_tokens: tokens to propose in a round.
+    """
+    digest = hashlib.sha256((draft / CONFIG_FILE).read_bytes()).hexdigest()
+    return {
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": num_speculative_tokens,
+        },
+        "additional_config": {"draft": digest[:_DIGEST_CHARACTERS]},
+    }
+
+
+def serve_command(draft: Path, target_name: str, num_speculative_tokens: int) -> str:
     """The shell command that serves the target with the draft, quoted where a name needs it."""
-    speculative = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": num_speculative_tokens})
-    return shlex.join(["vllm", "serve", target_name, "--speculative-config", speculative])
+    words = ["vllm", "serve", target_name]
+    for name, value in speculative_arguments(draft, num_speculative_tokens).items():
+        words += [f"--{name.replace('_', '-')}", json.dumps(value)]
+    return shlex.join(words)

@@ -249,6 +249,7 @@ class _Runner:
 
     def run(self, depth: int | None, tasks: list[Task]) -> EngineResult:
         """One engine: with the draft proposing `depth` tokens, or the target alone."""
+        from eagle3_lightning.export.read import speculative_arguments
         from eagle3_lightning.serve.child import run_engine
 
         options, arguments = (
@@ -258,8 +259,7 @@ class _Runner:
         label = "target alone"
         if depth is not None:
             label = f"draft of {depth}"
-            draft = str(options.draft.resolve())
-            arguments["speculative_config"] = {"method": "eagle3", "model": draft, "num_speculative_tokens": depth}
+            arguments |= speculative_arguments(options.draft.resolve(), depth)
         job = EngineJob(
             engine=self._arguments | arguments,
             env=self._env,

@@ -14,6 +14,7 @@ RESERVED = (
     "tokenizer",
     "trust_remote_code",
     "speculative_config",
+    "additional_config",
     "enable_prefix_caching",
     "disable_log_stats",
     "dtype",

@@ -3,6 +3,9 @@
 What it takes and serves wrongly is seen in its counters.
 """
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ from extract_support import choose_runner
 from safetensors.torch import load_file, save_file
 from serve_support import TARGET, export_echo
 
+from eagle3_lightning.export.read import speculative_arguments
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.child import run_engine
 from eagle3_lightning.serve.engine_args import engine_arguments
@@ -63,6 +67,37 @@ def test_vllm_serves_the_export(
     assert accepted > 1.5, msgspec.json.encode(one)
     assert sum(one.accepted_per_position) == one.accepted_tokens
     assert ("Using V2 Model Runner" in (tmp_path / "vllm.log").read_text()) == (runner == "v2")
+
+
+HASH = """
+import json, sys
+from vllm import EngineArgs
+for line in sys.stdin:
+    print("hash", EngineArgs(**json.loads(line), enforce_eager=True).create_engine_config().compute_hash())
+"""
+
+
+def test_compiled_code_is_not_shared_between_drafts(tmp_path: Path) -> None:
+    """vLLM keeps it under this hash; with code of another draft, few of a draft's tokens are accepted."""
+    drafts = [
+        export_echo(tmp_path / "a").path,
+        export_echo(tmp_path / "b", norm_before_fc=True).path,
+        export_echo(tmp_path / "c", intermediate_size=512).path,
+    ]
+    arguments = [{"model": str(TARGET)} | speculative_arguments(draft, 3) for draft in (*drafts, drafts[0])]
+    # Versions that hash a draft's config by themselves must not be what keeps them apart.
+    arguments = [{k: v for k, v in one.items() if k != "speculative_config"} for one in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", HASH],
+        input="\n".join(map(json.dumps, arguments)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    a, b, c, again = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("hash "))
+    assert len({a, b, c}) == 3
+    assert a == again
 
 
 def test_a_draft_whose_vocabulary_is_another_is_said_to_be_served_wrongly(tmp_path: Path) -> None:

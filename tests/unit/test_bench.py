@@ -180,7 +180,10 @@ def test_engine_arguments_keep_the_figures_honest() -> None:
     assert not any("CPU" in name for name in environment)
 
 
-@pytest.mark.parametrize("name", ["speculative_config", "max_num_seqs", "dtype", "enforce_eager", "disable_log_stats"])
+@pytest.mark.parametrize(
+    "name",
+    ["speculative_config", "additional_config", "max_num_seqs", "dtype", "enforce_eager", "disable_log_stats"],
+)
 def test_what_the_bench_sets_itself_is_refused_at_once(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main([*BENCH, "--engine.extra", f"{{{name}: 1}}"]) == 2
     assert f"eagle3 bench: --engine.extra.{name} = 1: the bench sets it itself" in capsys.readouterr().err

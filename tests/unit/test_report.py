@@ -121,10 +121,16 @@ def test_every_chart_is_a_png_too(run_dir: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_serve_command_survives_a_shell(tmp_path: Path) -> None:
     out = tmp_path / "it's my run" / "export"
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("{}")
     words = shlex.split(serve_command(out, "/models/my target", 3))
     assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "eagle3", "model": str(out), "num_speculative_tokens": 3}
-    assert len(words) == 5
+    assert words[5] == "--additional-config"
+    assert len(words) == 7
+    draft = json.loads(words[6])
+    (out / "config.json").write_text('{"norm_output": true}')
+    assert json.loads(shlex.split(serve_command(out, "/models/my target", 3))[6]) != draft
 
 
 @pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 0.0), (1.0, 1.0 + 1e-15), (-1e308, -1e308)], ids=str)
