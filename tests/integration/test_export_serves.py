@@ -4,6 +4,7 @@ What it takes and serves wrongly is seen in its counters.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ from extract_support import choose_runner
 from safetensors.torch import load_file, save_file
 from serve_support import TARGET, export_echo
 
-from eagle3_lightning.export.read import speculative_arguments
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve.child import run_engine
 from eagle3_lightning.serve.engine_args import engine_arguments
@@ -71,28 +71,30 @@ def test_vllm_serves_the_export(
 
 HASH = """
 import json, sys
-from vllm import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 for line in sys.stdin:
-    print("hash", EngineArgs(**json.loads(line), enforce_eager=True).create_engine_config().compute_hash())
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(json.loads(line)))
+    arguments.speculative_config = None  # what newer versions hash of a draft must not be what keeps them apart
+    print("hash", arguments.create_engine_config().compute_hash())
 """
 
 
-def test_compiled_code_is_not_shared_between_drafts(tmp_path: Path) -> None:
+def test_compiled_code_is_not_shared_between_drafts_that_are_served_as_printed(tmp_path: Path) -> None:
     """vLLM keeps it under this hash; with code of another draft, few of a draft's tokens are accepted."""
-    drafts = [
-        export_echo(tmp_path / "a").path,
-        export_echo(tmp_path / "b", norm_before_fc=True).path,
-        export_echo(tmp_path / "c", intermediate_size=512).path,
+    exports = [
+        export_echo(tmp_path / "a"),
+        export_echo(tmp_path / "b", norm_before_fc=True),
+        export_echo(tmp_path / "c", intermediate_size=512),
     ]
-    arguments = [{"model": str(TARGET)} | speculative_arguments(draft, 3) for draft in (*drafts, drafts[0])]
-    # Versions that hash a draft's config by themselves must not be what keeps them apart.
-    arguments = [{k: v for k, v in one.items() if k != "speculative_config"} for one in arguments]
+    lines = []
+    for export in (*exports, exports[0]):
+        vllm, serve, target, *options = shlex.split(export.serve_command)
+        assert (vllm, serve) == ("vllm", "serve")
+        lines.append(json.dumps(["--model", target, "--enforce-eager", *options]))
     done = subprocess.run(
-        [sys.executable, "-c", HASH],
-        input="\n".join(map(json.dumps, arguments)),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", HASH], input="\n".join(lines), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     a, b, c, again = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("hash "))
