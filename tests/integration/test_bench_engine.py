@@ -16,6 +16,7 @@ from fault_support import read_command
 from serve_support import TARGET, export_echo
 
 from eagle3_lightning.errors import ProducerError
+from eagle3_lightning.export.read import speculative_arguments
 from eagle3_lightning.extract.watchdog import group_members
 from eagle3_lightning.options import EngineOptions
 from eagle3_lightning.serve import child
@@ -74,6 +75,11 @@ def test_the_counters_are_those_of_this_draft(report: BenchReport) -> None:
     assert figures.acceptance_length == pytest.approx(1 + first + second + third)
     low, high = figures.acceptance_length_ci95
     assert low < figures.acceptance_length < high
+
+
+def test_vllm_is_told_which_draft_it_compiles_for(report: BenchReport, draft: Path) -> None:
+    log = (draft.parent / "bench" / "vllm_draft_3.log").read_text()
+    assert str(speculative_arguments(draft, 3)["additional_config"]) in log  # among vLLM's `non-default args`
 
 
 def engine_job(**changes: object) -> EngineJob:
