@@ -217,8 +217,8 @@ validations = [row for row in logged if row.get("val/tau")]
 if validations:
     print("\n| steps | slots seen | held-out tau | of the training | held-out accuracy at 1 to 5, given all before it |")
     print("| --- | --- | --- | --- | --- |")
-# Some ten of them, the last among them.
-for row in validations[:: -max(len(validations) // 10, 1)][::-1]:
+# Ten of them at most, the last among them.
+for row in validations[:: -max(-(-len(validations) // 10), 1)][::-1]:
     step = int(row["step"])
     trained = [r for r in logged if r.get("train/tau") and int(r["step"]) <= step][-1:]
     seen, tau = (f"{float(trained[0]['train/tokens']):,.0f}", f"{float(trained[0]['train/tau']):.3f}") if trained else ("", "")
