@@ -8,6 +8,7 @@ token ids, and puts the rows of captured requests into the arena. A request is c
 Everything that is private to vLLM is touched in this file alone; vLLM 0.16.0 to 0.33.0, V1 and V2 model runners.
 """
 
+import atexit
 import os
 import threading
 import time
@@ -335,7 +336,15 @@ class _DeviceCopier:
         self._full: Queue[_Stage] = Queue()
         self._handing_over = threading.Lock()
         self._error: BaseException | None = None
-        threading.Thread(target=self._write, name="eagle3-rows", daemon=True).start()
+        self._ending = False
+        self._thread = threading.Thread(target=self._write, name="eagle3-rows", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Python's own end would abort in the thread while that computes."""
+        self._ending = True
+        self._thread.join(STAGE_TIMEOUT_S)
 
     def copy(self, writer: RowWriter, step: StepRows, layers: Sequence[Tensor], ids: Tensor) -> None:
         with self._handing_over:
@@ -374,7 +383,7 @@ class _DeviceCopier:
         # Others would spin for work beside vLLM's; threads that have used torch keep theirs. And with one thread the
         # later of two rows for one place wins, as it must where a late row of an old owner comes with the next one's.
         torch.set_num_threads(1)
-        while True:
+        while not self._ending:
             try:
                 stage = self._full.get(timeout=PAUSE_S)
             except Empty:

@@ -1,4 +1,4 @@
-"""The tap's copier from the GPU, on the CPU: `python copier_side.py order|room|fault`.
+"""The tap's copier from the GPU, on the CPU: `python copier_side.py order|room|fault|end`.
 
 Streams, events and pinned memory are CUDA's and stand still here; stages, threads and the order of the rows are real.
 In a process of its own, since it imports vLLM.
@@ -155,6 +155,28 @@ def fault() -> None:
     assert isinstance(told.value.__cause__, OSError)
 
 
+def end() -> None:
+    """Python ends while the thread computes; it would be killed in torch, and the process with it."""
+    arena, writer = make()
+    writer.begin("1", 1, list(range(20)), 8)
+    write = tap._Stage.write
+
+    def write_for_long(stage: tap._Stage) -> None:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            torch.ones(8, 8).sum(dim=0).tolist()
+        write(stage)
+        print("written", flush=True)
+
+    tap._Stage.write = write_for_long  # type: ignore[method-assign]
+    copier = tap._DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
+    for place in range(tap.STEPS_TOGETHER):
+        step = writer.plan(["1"], np.array([1]), np.array([place]))
+        assert step is not None
+        copier.copy(writer, step, states([1]), torch.tensor([1]))
+    time.sleep(0.1)
+
+
 if __name__ == "__main__":
     replace_cuda()
-    {"order": order, "room": room, "fault": fault}[sys.argv[1]]()
+    {"order": order, "room": room, "fault": fault, "end": end}[sys.argv[1]]()

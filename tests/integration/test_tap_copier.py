@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("what", ["order", "room", "fault"])
+@pytest.mark.parametrize("what", ["order", "room", "fault", "end"])
 def test_rows_of_steps_that_are_written_together(what):
     program = Path(__file__).with_name("copier_side.py")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -18,3 +18,4 @@ def test_rows_of_steps_that_are_written_together(what):
         [sys.executable, program, what], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert ("written" in done.stdout) == (what == "end")
