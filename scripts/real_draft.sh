@@ -181,8 +181,16 @@ most = {side: max(concurrency for of, _, concurrency in figures if of == side) f
 
 def simulated(side, name):
     files = sorted((out / "simulated" / side / name).glob("validation/logs/version_*/metrics.csv"), key=lambda f: f.stat().st_mtime)
-    found = [float(row["val/tau"]) for file in files[-1:] for row in csv.DictReader(file.open()) if row.get("val/tau")]
-    return found[-1] if found else float("nan")
+    found = [row for file in files[-1:] for row in validations(file)]
+    return float(found[-1]["val/tau"]) if found else float("nan")
+
+
+def validations(file):
+    return [row for row in csv.DictReader(file.open()) if row.get("val/tau")]
+
+
+def accuracy(row):
+    return " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
 
 
 def shown(value):
@@ -212,29 +220,26 @@ for (side, name, concurrency), f in sorted(figures.items(), key=lambda item: (it
         print(f"| {name} | {concurrency} | {f['tokens_per_s']:,.0f} | {f['plain_tokens_per_s']:,.0f} | {f['speedup']:.2f} "
               f"| {f['identical']} of {f['num_prompts']} | {f['real_differences']} |")
 logs = sorted(out.glob("logs/version_*/metrics.csv"), key=lambda file: file.stat().st_mtime)
-logged = list(csv.DictReader(logs[-1].open())) if logs else []
-validations = [row for row in logged if row.get("val/tau")]
-if validations:
+validated = [row for file in logs[-1:] for row in validations(file)]
+if validated:
+    trained = [row for row in csv.DictReader(logs[-1].open()) if row.get("train/tau")]
     print("\n| steps | slots seen | held-out tau | of the training | held-out accuracy at 1 to 5, given all before it |")
     print("| --- | --- | --- | --- | --- |")
 # Ten of them at most, the last among them.
-for row in validations[:: -max(-(-len(validations) // 10), 1)][::-1]:
+for row in validated[:: -max(-(-len(validated) // 10), 1)][::-1]:
     step = int(row["step"])
-    trained = [r for r in logged if r.get("train/tau") and int(r["step"]) <= step][-1:]
-    seen, tau = (f"{float(trained[0]['train/tokens']):,.0f}", f"{float(trained[0]['train/tau']):.3f}") if trained else ("", "")
-    accuracy = " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
-    print(f"| {step + 1:,} | {seen} | {float(row['val/tau']):.3f} | {tau} | {accuracy} |")
+    before = [(float(r["train/tokens"]), float(r["train/tau"])) for r in trained if int(r["step"]) <= step]
+    seen, tau = before[-1] if before else (float("nan"), float("nan"))
+    print(f"| {step + 1:,} | {seen:,.0f} | {float(row['val/tau']):.3f} | {tau:.3f} | {accuracy(row)} |")
 shapes = sorted((out / "shapes").glob("*/logs/version_*/metrics.csv"))
 if shapes:
     print("\n| shape, on the same samples | steps | held-out tau | accuracy at 1 to 5, given all before it |")
     print("| --- | --- | --- | --- |")
 for file in shapes:
-    validations = [row for row in csv.DictReader(file.open()) if row.get("val/tau")]
-    if not validations:
+    if not (found := validations(file)):
         sys.exit(f"table: {file} has no validation: nothing is held out of the samples, or the run ended before one")
-    row = validations[-1]
-    accuracy = " ".join(f"{float(row[f'val/cond_acc_{k}']):.3f}" for k in range(1, 6))
-    print(f"| {file.parts[-4]} | {int(row['step']) + 1:,} | {float(row['val/tau']):.3f} | {accuracy} |")
+    row = found[-1]
+    print(f"| {file.parts[-4]} | {int(row['step']) + 1:,} | {float(row['val/tau']):.3f} | {accuracy(row)} |")
 for side, report in sides.items():
     print(f"\n{side}: {report['device']}, vLLM {report['vllm_version']}, {report['dtype']}, outputs of at most "
           f"{report['max_new_tokens']} tokens, lossless: {report['lossless']}")

@@ -1,7 +1,7 @@
 """The tap's copier from the GPU, on the CPU: `python copier_side.py order|room|fault|end`.
 
 Streams, events and pinned memory are CUDA's and stand still here; stages, threads and the order of the rows are real.
-In a process of its own, since it imports vLLM.
+In a process of its own, since it replaces what torch has of CUDA.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle3_lightning.extract import tap
+from eagle3_lightning.extract import copiers
 from eagle3_lightning.extract.rows import RowWriter, StepRows
 from eagle3_lightning.stream.arena import Arena
 
@@ -99,8 +99,8 @@ def order() -> None:
         direct.write([step], torch.stack(states(ids), 1), np.array(ids), np.array(ids) != NOT_FINITE)
 
     serve(direct, put_directly, 0.0)
-    copier = tap._DeviceCopier(together.layout, MAX_TOKENS, torch.device("cpu"))
-    serve(writer, lambda step, ids: copier.copy(writer, step, states(ids), torch.tensor(ids)), 2.5 * tap.PAUSE_S)
+    copier = copiers.DeviceCopier(together.layout, MAX_TOKENS, torch.device("cpu"))
+    serve(writer, lambda step, ids: copier.copy(writer, step, states(ids), torch.tensor(ids)), 2.5 * copiers.PAUSE_S)
     copier.drain()
     for name in ("ids", "finite", "headers", "counters"):
         assert torch.equal(getattr(one_by_one, name), getattr(together, name)), name
@@ -110,15 +110,15 @@ def order() -> None:
 
 def room() -> None:
     """A step that waits for a stage is not waited for by the thread that is to write the stages."""
-    tap.STAGE_TIMEOUT_S = 5.0
+    copiers.STAGE_TIMEOUT_S = 5.0
     arena, writer = make()
     writer.begin("1", 1, list(range(20)), 8)
     step = writer.plan(["1"], np.array([3]), np.array([0]))
     assert step is not None
-    copier = tap._DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
+    copier = copiers.DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
     with copier._handing_over:  # as `copy` does
-        time.sleep(4 * tap.PAUSE_S)  # nothing to write: the thread looks for what is old
-        for _ in range(tap.STAGES + 1):
+        time.sleep(4 * copiers.PAUSE_S)  # nothing to write: the thread looks for what is old
+        for _ in range(copiers.STAGES + 1):
             stage = copier._free_stage()
             stage.add(writer, step, states([1, 2, 3]), torch.tensor([1, 2, 3]))
             stage.send(copier._stream)
@@ -130,11 +130,11 @@ def fault() -> None:
     arena, writer = make()
     writer.begin("1", 1, list(range(20)), 8)
 
-    def fail(stage: tap._Stage, stream: Any) -> None:
+    def fail(stage: copiers._Stage, stream: Any) -> None:
         raise OSError("the copy could not be queued")
 
-    send, tap._Stage.send = tap._Stage.send, fail  # type: ignore[method-assign]
-    copier = tap._DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
+    send, copiers._Stage.send = copiers._Stage.send, fail  # type: ignore[method-assign]
+    copier = copiers.DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
     put = iter(range(100))
 
     def step() -> None:
@@ -143,11 +143,11 @@ def fault() -> None:
         copier.copy(writer, planned, states([1]), torch.tensor([1]))
 
     step()
-    time.sleep(4 * tap.PAUSE_S)
-    tap._Stage.send = send  # type: ignore[method-assign]
+    time.sleep(4 * copiers.PAUSE_S)
+    copiers._Stage.send = send  # type: ignore[method-assign]
 
     def some_steps() -> None:
-        for _ in range(2 * tap.STEPS_TOGETHER):
+        for _ in range(2 * copiers.STEPS_TOGETHER):
             step()
 
     with pytest.raises(RuntimeError, match="rows could not be written") as told:
@@ -159,18 +159,18 @@ def end() -> None:
     """Python ends while the thread computes; it would be killed in torch, and the process with it."""
     arena, writer = make()
     writer.begin("1", 1, list(range(20)), 8)
-    write = tap._Stage.write
+    write = copiers._Stage.write
 
-    def write_for_long(stage: tap._Stage) -> None:
+    def write_for_long(stage: copiers._Stage) -> None:
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             torch.ones(8, 8).sum(dim=0).tolist()
         write(stage)
         print("written", flush=True)
 
-    tap._Stage.write = write_for_long  # type: ignore[method-assign]
-    copier = tap._DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
-    for place in range(tap.STEPS_TOGETHER):
+    copiers._Stage.write = write_for_long  # type: ignore[method-assign]
+    copier = copiers.DeviceCopier(arena.layout, MAX_TOKENS, torch.device("cpu"))
+    for place in range(copiers.STEPS_TOGETHER):
         step = writer.plan(["1"], np.array([1]), np.array([place]))
         assert step is not None
         copier.copy(writer, step, states([1]), torch.tensor([1]))

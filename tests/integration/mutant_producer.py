@@ -12,7 +12,7 @@ from eagle3_lightning.extract import producer
 
 
 def install(name: str) -> None:
-    from eagle3_lightning.extract import tap
+    from eagle3_lightning.extract import copiers, tap
 
     worker = tap.CpuTapWorker
     load_model, attach = worker.load_model, worker.eagle3_attach
@@ -38,7 +38,7 @@ def install(name: str) -> None:
         worker.load_model = shifted_load
         return
 
-    copy = tap._HostCopier.copy
+    copy = copiers.HostCopier.copy
     steps = []
 
     def spoiled_copy(self, writer, step, layers, ids):
@@ -71,7 +71,7 @@ def install(name: str) -> None:
                 layers[0] = layers[0] * float("nan")
         return copy(self, writer, step, layers, ids)
 
-    tap._HostCopier.copy = spoiled_copy
+    copiers.HostCopier.copy = spoiled_copy
     worker.raw_last = [None]
 
     def load_and_keep(self, *args, **kwargs):

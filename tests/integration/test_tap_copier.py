@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.mark.parametrize("what", ["order", "room", "fault", "end"])
 def test_rows_of_steps_that_are_written_together(what):
